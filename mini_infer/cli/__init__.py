@@ -1,0 +1,1 @@
+"""The ``mini-infer`` and ``mini-infer-serve`` commands."""

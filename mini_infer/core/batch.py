@@ -1,0 +1,53 @@
+"""What the scheduler tells an executor. Frozen plain data: it may cross a process boundary."""
+
+from dataclasses import dataclass
+
+from mini_infer.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a slot of the device state: for the first time, or after a preemption."""
+
+    request_id: str
+    slot: int
+    token_ids: tuple[int, ...]
+    """Prompt plus the output known so far: the first row entries of the token table."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...] = ()
+    """End-of-sequence and stop token ids, masked until ``params.min_tokens`` stand."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    block_ids: tuple[int, ...] = ()
+    """Blocks that came with a prefix hit; blocks allocated this step are in the chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's share of a step: ``num_new_tokens`` tokens after the computed ones."""
+
+    request_id: str
+    slot: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    new_block_ids: tuple[int, ...] = ()
+    """Appended to the slot's block table before the step runs."""
+    samples: bool = True
+    """The chunk reaches the request's last token, so its last row of logits is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """A step: a list of (request, how many new tokens), in a fixed order.
+
+    The order is decided once, here, so that every rank of a parallel executor builds the same rows.
+    """
+
+    step_id: int
+    chunks: tuple[Chunk, ...]
+    admissions: tuple[Admission, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_new_tokens for chunk in self.chunks)

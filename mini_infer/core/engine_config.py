@@ -1,0 +1,119 @@
+"""Every engine option, once: the command line is generated from these fields and their text.
+
+An ``EngineConfig`` is frozen and concrete. What a user may leave as ``auto`` is resolved before it
+is built, by ``mini_infer.runtime.resolve.resolve_engine_config``.
+"""
+
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.model_config import ModelConfig
+
+AUTO = "auto"
+Dtype = Literal["float32", "float16", "bfloat16"]
+Device = Literal["cpu", "cuda"]
+LoadFormat = Literal["safetensors", "gguf", "dummy"]
+AttentionBackend = Literal["torch"]
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    kind: type = str,
+) -> Any:
+    """A field that is an option. Default ``auto`` means that the resolver must decide."""
+    metadata = {"help": help, "choices": choices, "kind": kind, "default": default}
+    return field(default=MISSING if default == AUTO else default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """A concrete engine: which model, on what, how much memory, which mechanisms are on.
+
+    Raises:
+        InvalidConfigError: an option out of range, or two that contradict each other.
+    """
+
+    model: str = option(
+        DEFAULT_MODEL, "Folder in Hugging Face format, .gguf file, hub id, or alias."
+    )
+    model_path: Path | None = field(default=None)
+    """Where the model was found; None in a dry run."""
+    model_config: ModelConfig
+    served_model_name: str = option(AUTO, "Name of the model in the API; by default --model's.")
+    load_format: LoadFormat = option(
+        AUTO,
+        "Weights: safetensors, gguf, or dummy (seeded random weights from config.json).",
+        choices=("safetensors", "gguf", "dummy"),
+    )
+    dtype: Dtype = option(
+        AUTO,
+        "Weights' dtype. On a CPU float16 means float16 weights and float32 arithmetic.",
+        choices=("float32", "float16", "bfloat16"),
+    )
+    device: Device = option(AUTO, "Where the model runs.", choices=("cpu", "cuda"))
+    attention_backend: AttentionBackend = option(
+        AUTO, "Implementation of paged attention.", choices=("torch",)
+    )
+    max_model_len: int = option(
+        AUTO, "Longest prompt plus output, in tokens; by default the model's.", kind=int
+    )
+    seed: int = option(0, "Seed of random weights and of unseeded requests.", kind=int)
+    block_size: int = option(16, "Tokens per KV-cache block.", kind=int)
+    kv_cache_memory: int = option(
+        AUTO, "Memory for the KV cache, in bytes or as 2GiB, 512MiB.", kind=int
+    )
+    num_kv_blocks: int | None = option(
+        None, "Number of KV-cache blocks, instead of --kv-cache-memory.", kind=int
+    )
+    max_num_seqs: int = option(64, "Most requests that run in one step.", kind=int)
+    max_num_batched_tokens: int = option(
+        AUTO, "Token budget of one step: the chunk size of chunked prefill.", kind=int
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Split long prompts over steps, so that running requests go on.", kind=bool
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt prefixes.", kind=bool)
+    scheduling_policy: str = option(
+        "fcfs", "Who runs first, who is preempted: fcfs, priority, or your module:Class."
+    )
+    depth: int = option(
+        AUTO, "Steps in flight; 2 schedules a step before the last one's result.", kind=int
+    )
+    dry_run: bool = option(
+        False, "Invent tokens: the real server, scheduler and cache, no weights.", kind=bool
+    )
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_model_len",
+            "block_size",
+            "kv_cache_memory",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "depth",
+        ):
+            if getattr(self, name) < 1:
+                raise InvalidConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.num_kv_blocks is not None and self.num_kv_blocks < 1:
+            raise InvalidConfigError(f"num_kv_blocks must be 1 or more, got {self.num_kv_blocks}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise InvalidConfigError(
+                f"without chunked prefill a whole prompt must fit one step: raise "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) to max_model_len "
+                f"({self.max_model_len}) or lower max_model_len"
+            )
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+def engine_options() -> dict[str, dict[str, Any]]:
+    """Name to metadata (help, choices, kind, default) of every option, in declaration order."""
+    return {item.name: dict(item.metadata) for item in fields(EngineConfig) if item.metadata}

@@ -1,0 +1,61 @@
+"""Typed errors. Each says what was wrong and what to do; none shows a user a traceback."""
+
+
+class MiniInferError(Exception):
+    """Base of every error that mini-infer raises on purpose.
+
+    ``status`` is the HTTP status and ``exit_code`` the exit code of a command that ends with it.
+    """
+
+    status = 500
+    exit_code = 1
+
+
+class InvalidRequestError(MiniInferError, ValueError):
+    """A request that can't be served as it stands; ``param`` names the field at fault."""
+
+    status = 400
+    exit_code = 2
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt, or prompt plus ``max_tokens``, exceeds what the model or the KV pool can hold."""
+
+
+class InvalidConfigError(MiniInferError, ValueError):
+    """An engine option, or a combination of options, that can't work."""
+
+    exit_code = 2
+
+
+class ModelNotFoundError(MiniInferError):
+    """No such folder, file, alias or hub id."""
+
+    status = 404
+    exit_code = 2
+
+
+class UnsupportedModelError(MiniInferError):
+    """An architecture, tokenizer or file format that mini-infer does not implement."""
+
+    exit_code = 2
+
+
+class WeightsError(MiniInferError):
+    """A checkpoint that is missing, truncated, surplus or misshapen; names the tensor or file."""
+
+    exit_code = 2
+
+
+class OutOfMemoryError(MiniInferError):
+    """The weights or the smallest useful KV cache do not fit the memory that is there."""
+
+
+class EngineDeadError(MiniInferError):
+    """The engine stopped after a fault; it serves no further request."""
+
+    status = 503

@@ -1,0 +1,120 @@
+"""The event stream: everything worth knowing, once, typed, on one monotonic clock.
+
+``/metrics``, the log line, latency figures of a request, benchmarks and invariant tests all read
+this stream; nothing else counts anything.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mini_infer.core.outputs import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``time`` is ``time.monotonic()`` when the event was emitted."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent(Event):
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Queued(RequestEvent):
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(RequestEvent):
+    """First admission; ``num_cached_tokens`` is the length of the prefix-cache hit."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkScheduled(RequestEvent):
+    step_id: int
+    num_computed_tokens: int
+    num_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAllocated(RequestEvent):
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReleased(RequestEvent):
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvicted(Event):
+    """A cached block lost its content to make room."""
+
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(RequestEvent):
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(RequestEvent):
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEmitted(RequestEvent):
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(RequestEvent):
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompleted(Event):
+    """State after a step: the gauges of ``/metrics`` and of the log line."""
+
+    step_id: int
+    num_tokens: int
+    num_waiting: int
+    num_running: int
+    num_preempted: int
+    num_used_blocks: int
+    num_total_blocks: int
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventStream:
+    """Hands each event to every subscriber, in order, on the engine's thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._subscribers: list[Subscriber] = []
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.append(subscriber)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.remove(subscriber)
+
+    def now(self) -> float:
+        return self.clock()
+
+    def emit(self, event: Event) -> None:
+        for subscriber in self._subscribers:
+            subscriber(event)

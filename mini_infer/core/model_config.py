@@ -1,0 +1,191 @@
+"""The shape of a model, read from a Hugging Face ``config.json`` (a GGUF is translated to one)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mini_infer.core.errors import UnsupportedModelError
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding and its context extension.
+
+    ``linear`` divides positions by ``factor``; ``dynamic`` (NTK-aware) raises the base with the
+    context; ``llama3`` rescales low frequencies only; ``yarn`` blends both (arXiv 2309.00071).
+    """
+
+    theta: float = 10000.0
+    rope_type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything about an architecture that its layers, its cache and its scheduler need."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    """Per layer: does it use ``sliding_window``? Empty when none does."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    """The checkpoint's own dtype."""
+
+    @classmethod
+    def from_dict(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
+        """Translates the parsed ``config.json`` (and ``generation_config.json``, whose
+        end-of-sequence ids come on top).
+
+        Raises:
+            UnsupportedModelError: a field is missing, malformed or asks for what isn't implemented.
+        """
+        architectures = config.get("architectures") or []
+        if not architectures:
+            raise UnsupportedModelError("config.json names no 'architectures'")
+        try:
+            return _from_dict(cls, str(architectures[0]), config, generation_config or {})
+        except KeyError as error:
+            raise UnsupportedModelError(f"config.json lacks {error.args[0]!r}") from None
+        except (TypeError, ValueError) as error:
+            raise UnsupportedModelError(f"config.json is malformed: {error}") from None
+
+    def layer_sliding_window(self, layer: int) -> int | None:
+        """The attention window of one layer in tokens, None for full attention."""
+        if self.sliding_layers and self.sliding_layers[layer]:
+            return self.sliding_window
+        return None
+
+
+def _from_dict(
+    cls: type[ModelConfig],
+    architecture: str,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any],
+) -> ModelConfig:
+    num_heads = int(config["num_attention_heads"])
+    hidden_size = int(config["hidden_size"])
+    num_layers = int(config["num_hidden_layers"])
+    max_position_embeddings = int(config["max_position_embeddings"])
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} heads do not divide into {num_kv_heads} KV heads")
+    hidden_act = str(config.get("hidden_act", "silu"))
+    if hidden_act != "silu":
+        raise UnsupportedModelError(f"hidden_act {hidden_act!r} is not supported, only 'silu'")
+    if config.get("quantization_config"):
+        raise UnsupportedModelError("quantised safetensors checkpoints are not supported")
+    sliding_window, sliding_layers = _sliding(architecture, config, num_layers)
+    eos_token_ids = _token_ids(config.get("eos_token_id"))
+    for token_id in _token_ids(generation_config.get("eos_token_id")):
+        if token_id not in eos_token_ids:
+            eos_token_ids += (token_id,)
+    bos = _token_ids(config.get("bos_token_id"))
+    return cls(
+        architecture=architecture,
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=hidden_size,
+        intermediate_size=int(config["intermediate_size"]),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config, max_position_embeddings),
+        hidden_act=hidden_act,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        # Qwen2 always has biases on Q, K and V, and its config does not say so.
+        attention_bias=bool(config.get("attention_bias", architecture == "Qwen2ForCausalLM")),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        sliding_window=sliding_window,
+        sliding_layers=sliding_layers,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos_token_ids,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    )
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _sliding(
+    architecture: str, config: Mapping[str, Any], num_layers: int
+) -> tuple[int | None, tuple[bool, ...]]:
+    """Window and the layers that use it: ``layer_types`` where present, else Qwen's older rule."""
+    window = config.get("sliding_window")
+    if window is None:
+        return None, ()
+    if not config.get("use_sliding_window", not architecture.startswith("Qwen")):
+        return None, ()
+    layer_types = config.get("layer_types")
+    if layer_types:
+        if len(layer_types) != num_layers:
+            raise ValueError(f"{len(layer_types)} layer_types for {num_layers} layers")
+        layers = tuple(kind == "sliding_attention" for kind in layer_types)
+    else:
+        first = int(config.get("max_window_layers", 0))
+        layers = tuple(layer >= first for layer in range(num_layers))
+    return (int(window), layers) if any(layers) else (None, ())
+
+
+def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older)."""
+    scaling = dict(config.get("rope_scaling") or {})
+    scaling.update(config.get("rope_parameters") or {})
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise UnsupportedModelError(f"rotary scaling {rope_type!r} is not supported, only {known}")
+    original = scaling.get("original_max_position_embeddings")
+
+    def optional(name: str) -> float | None:
+        return None if scaling.get(name) is None else float(scaling[name])
+
+    return RopeConfig(
+        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_type=rope_type,
+        factor=float(scaling.get("factor") or 1.0),
+        original_max_position_embeddings=int(original or max_position_embeddings),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=bool(scaling.get("truncate", True)),
+    )

@@ -1,0 +1,88 @@
+"""One mutable object for a request's whole life. Its progress is ``num_computed_tokens``."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from mini_infer.core.outputs import FinishReason, TokenLogprobs
+from mini_infer.core.sampling_params import SamplingParams
+
+
+class RequestState(Enum):
+    """The scheduler's four queues, and the end."""
+
+    WAITING = auto()
+    PREFILLING = auto()
+    DECODING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt, what was generated from it so far, and how much of both has KV.
+
+    ::
+
+        prompt tokens                        output tokens   in flight
+        |----------- computed -----------|---- new this step ----|
+        0                     num_computed_tokens        + num_new_tokens
+
+    ``token_ids`` is prompt + known output. ``num_in_flight_tokens`` counts output tokens that a
+    submitted step will sample but whose ids the host has not seen; they exist in the device's
+    token table, so the next step can be scheduled over them (pipeline depth 2).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """The noise of this request; drawn at admission when the caller gave none."""
+    max_tokens: int
+    """``params.max_tokens`` clipped to the context."""
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    arrival: int = 0
+    """Order of arrival, unique per scheduler."""
+    priority: int = 0
+    """Lower runs first under the ``priority`` policy."""
+    cache_salt: str = ""
+
+    state: RequestState = RequestState.WAITING
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_in_flight_steps: int = 0
+    num_cached_tokens: int | None = None
+    """Prefix-cache hit at first admission; None before it."""
+    num_preemptions: int = 0
+    slot: int = -1
+    """Row of the device's token table; -1 while not admitted."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of ``token_ids``, extended as they fill."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, on the host or in flight."""
+        return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.state is RequestState.FINISHED

@@ -1,0 +1,148 @@
+"""What a caller asks of one request's sampling. Field names follow vLLM's."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mini_infer.core.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen, and when a request ends.
+
+    The order of operations is: penalties (repetition over prompt + output; presence and frequency
+    over output), ``logit_bias``, ``allowed_token_ids``/``bad_words``/``min_tokens`` masks,
+    ``temperature``, ``top_k``, ``top_p``, ``min_p``.
+
+    Raises:
+        InvalidRequestError: a value out of range; ``param`` names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches this mass."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the likeliest."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    """With a seed a request's output does not depend on what shares its batch."""
+    max_tokens: int | None = 16
+    """None: up to the model's context."""
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Log-probabilities, before temperature, of the sampled token and of this many likeliest."""
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    """Words that are never completed: their last token is masked once the others stand."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if value is not None else ())
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        self._check_types()
+        self._check_ranges()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def _check_types(self) -> None:
+        def whole(name: str, optional: bool) -> None:
+            value = getattr(self, name)
+            if optional and value is None:
+                return
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
+
+        for name in ("n", "top_k", "min_tokens"):
+            whole(name, optional=False)
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            whole(name, optional=True)
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidRequestError(f"{name} must be a number, got {value!r}", name)
+            if not math.isfinite(value):
+                raise InvalidRequestError(f"{name} must be finite, got {value}", name)
+        for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int)):
+            for item in getattr(self, name):
+                if isinstance(item, bool) or not isinstance(item, kind):
+                    raise InvalidRequestError(f"{name} holds {item!r}, not {kind.__name__}", name)
+
+    def _check_ranges(self) -> None:
+        def require(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise InvalidRequestError(f"{name} must be {rule}, got {getattr(self, name)}", name)
+
+        require(1 <= self.n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}")
+        require(self.temperature >= 0, "temperature", "0 or more")
+        require(self.top_k >= -1, "top_k", "0 or -1 (off) or positive")
+        require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        require(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
+        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
+        require(self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "1 or more")
+        require(self.min_tokens >= 0, "min_tokens", "0 or more")
+        if self.max_tokens is not None:
+            require(
+                self.min_tokens <= self.max_tokens, "min_tokens", f"<= max_tokens {self.max_tokens}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}"
+            )
+        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
+        require(all(self.stop), "stop", "free of empty strings")
+        require(all(self.bad_words), "bad_words", "free of empty strings")
+        require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids",
+            "None or hold a token id",
+        )
+        if self.seed is not None:
+            require(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        for token_id, bias in self.logit_bias.items():
+            if not math.isfinite(bias) or not -100 <= bias <= 100:
+                raise InvalidRequestError(
+                    f"logit_bias of token {token_id} must be in [-100, 100], got {bias}",
+                    "logit_bias",
+                )

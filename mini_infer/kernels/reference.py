@@ -1,0 +1,70 @@
+"""The slow, obvious version of every operation: the oracle of the fast ones' tests."""
+
+import torch
+from torch import Tensor
+
+from mini_infer.kernels.metadata import AttentionMetadata
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (arXiv 1910.07467), in float32."""
+    x32 = x.float()
+    scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return (x32 * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual add, then norm. Returns (normed, new residual)."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's gate: ``gate_up [T, 2I] -> silu(gate) * up [T, I]`` (arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates half-split pairs: ``x [T, H, D]``, ``cos, sin [T, D/2]`` (arXiv 2104.09864)."""
+    x1, x2 = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Stores ``k, v [T, Hkv, D]`` at flat slots of ``[num_blocks, block_size, Hkv, D]`` caches."""
+    k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k.to(k_cache.dtype)
+    v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v.to(v_cache.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal grouped-query attention over a paged cache, one row at a time (arXiv 2309.06180).
+
+    ``q [T, H, D]`` -> ``[T, H, D]``. A query at position p sees keys (p - window, p].
+    """
+    out = torch.empty_like(q)
+    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group = q.shape[1] // num_kv_heads
+    starts = meta.cu_seqlens_q.tolist()
+    for row, context in enumerate(meta.seqlens_k.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        blocks = meta.block_table[row, : -(-context // block_size)].long()
+        k = k_cache[blocks].flatten(0, 1)[:context].repeat_interleave(group, dim=1).float()
+        v = v_cache[blocks].flatten(0, 1)[:context].repeat_interleave(group, dim=1).float()
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float() * scale, k)
+        query = torch.arange(context - (end - begin), context, device=q.device)[:, None]
+        key = torch.arange(context, device=q.device)[None, :]
+        visible = key <= query
+        if sliding_window is not None:
+            visible &= key > query - sliding_window
+        scores = scores.masked_fill(~visible, float("-inf"))
+        out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+    return out

@@ -1,0 +1,1 @@
+"""Layers, architectures, weights, sampler and the model runner."""

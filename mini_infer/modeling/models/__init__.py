@@ -1,0 +1,1 @@
+"""One file per architecture, each reading like its paper."""

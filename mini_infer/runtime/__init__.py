@@ -1,0 +1,1 @@
+"""Scheduler, engine, executors, detokenizer and the offline ``LLM`` class."""
