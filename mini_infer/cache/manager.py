@@ -1,0 +1,162 @@
+"""Maps each request's tokens to KV blocks, and finds prompts whose KV is already there."""
+
+from dataclasses import dataclass
+
+from mini_infer.cache.block_pool import BlockPool
+from mini_infer.cache.prefix_hash import extend_block_hashes
+from mini_infer.core.events import BlockEvicted, BlocksAllocated, BlocksReleased, EventStream
+from mini_infer.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest run of full blocks at a request's head whose KV exists."""
+
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+NO_MATCH = PrefixMatch()
+
+
+class KVCacheManager:
+    """Block tables of all admitted requests over one ``BlockPool``.
+
+    ::
+
+        |--- shared with others ---|--- own, full ---|- own, partly filled -|
+        0                                num_committed            <= 1 block wasted
+
+    Only full blocks whose tokens are verified are committed, that is, findable by other requests.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        events: EventStream,
+        *,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._events = events
+        self._pool = BlockPool(num_blocks, on_evict=self._emit_evicted)
+        self._tables: dict[str, list[int]] = {}
+        self._num_committed: dict[str, int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._pool.num_referenced
+
+    @property
+    def num_available_blocks(self) -> int:
+        return self._pool.num_available
+
+    def block_table(self, request: Request) -> tuple[int, ...]:
+        return tuple(self._tables.get(request.request_id, ()))
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, request: Request) -> PrefixMatch:
+        """Looks up the longest cached prefix; changes nothing in the pool.
+
+        The last token is never matched: its forward pass gives the logits that are sampled.
+        Prompt log-probabilities need every position's logits, so such a request matches nothing.
+        """
+        if not self.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return NO_MATCH
+        hashes = self._hashes(request)
+        block_ids: list[int] = []
+        for hash_ in hashes[: (len(request.token_ids) - 1) // self.block_size]:
+            block_id = self._pool.lookup(hash_)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return PrefixMatch(tuple(block_ids), len(block_ids) * self.block_size)
+
+    def blocks_needed(
+        self, request: Request, num_new_tokens: int, prefix: PrefixMatch = NO_MATCH
+    ) -> int:
+        """Blocks that ``allocate`` would take from the available ones, revived hits included."""
+        have = len(self._tables.get(request.request_id, ())) + len(prefix.block_ids)
+        end = max(request.num_computed_tokens, prefix.num_tokens) + num_new_tokens
+        revived = sum(not self._pool.is_referenced(block_id) for block_id in prefix.block_ids)
+        return max(0, self.blocks_for(end) - have) + revived
+
+    def allocate(
+        self, request: Request, num_new_tokens: int, prefix: PrefixMatch = NO_MATCH
+    ) -> list[int] | None:
+        """Makes room for ``num_new_tokens`` after the computed ones.
+
+        With a ``prefix`` (at admission only) its blocks become the head of the request's table.
+        Returns the newly taken blocks, in order, or None and no change when too few are left.
+        """
+        if self.blocks_needed(request, num_new_tokens, prefix) > self._pool.num_available:
+            return None
+        table = self._tables.setdefault(request.request_id, [])
+        if prefix.block_ids:
+            assert not table, "a prefix can only head an empty block table"
+            for block_id in prefix.block_ids:  # before taking others, or they could be evicted
+                self._pool.share(block_id)
+            table.extend(prefix.block_ids)
+            self._num_committed[request.request_id] = len(table)
+        end = max(request.num_computed_tokens, prefix.num_tokens) + num_new_tokens
+        new_blocks = self._pool.allocate(max(0, self.blocks_for(end) - len(table)))
+        assert new_blocks is not None, "blocks_needed promised enough"
+        table.extend(new_blocks)
+        if new_blocks:
+            self._events.emit(
+                BlocksAllocated(self._events.now(), request.request_id, tuple(new_blocks))
+            )
+        return new_blocks
+
+    def commit(self, request: Request, num_valid_tokens: int) -> None:
+        """Publishes the full blocks among the first ``num_valid_tokens`` tokens, whose KV must be
+        written and whose ids must be final (a rejected draft never gets here)."""
+        if not self.enable_prefix_caching:
+            return
+        table = self._tables[request.request_id]
+        first = self._num_committed.get(request.request_id, 0)
+        last = min(num_valid_tokens // self.block_size, len(table))
+        if last <= first:
+            return
+        hashes = self._hashes(request)
+        for index in range(first, last):
+            self._pool.publish(table[index], hashes[index])
+        self._num_committed[request.request_id] = last
+
+    def release(self, request: Request) -> None:
+        """Gives back all blocks, tail first, so that a shared head is evicted last."""
+        table = self._tables.pop(request.request_id, [])
+        self._num_committed.pop(request.request_id, None)
+        for block_id in reversed(table):
+            self._pool.release(block_id)
+        if table:
+            self._events.emit(BlocksReleased(self._events.now(), request.request_id, len(table)))
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached content. Blocks of running requests are no longer shareable."""
+        self._pool.reset_cache()
+
+    def check_invariants(self) -> None:
+        """free + referenced + cached = total, and every table entry is referenced."""
+        self._pool.check_invariants()
+        held = [block for table in self._tables.values() for block in table]
+        assert all(self._pool.is_referenced(block) for block in held)
+        assert len(set(held)) == self._pool.num_referenced
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        extend_block_hashes(
+            request.block_hashes, request.token_ids, self.block_size, request.cache_salt
+        )
+        return request.block_hashes
+
+    def _emit_evicted(self, block_id: int) -> None:
+        self._events.emit(BlockEvicted(self._events.now(), block_id))

@@ -1,0 +1,84 @@
+"""Scheduling policies: who runs first, and who gives up its blocks when they run out."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.request import Request
+
+
+class SchedulingPolicy(Protocol):
+    """Orders requests. Select your own with ``scheduling_policy="module:Class"``."""
+
+    def key(self, request: Request) -> tuple[int, ...]:
+        """Smaller runs first. Constant over a request's life, and unique (end with ``arrival``):
+        the request with the smallest key is never preempted, so a step always makes progress."""
+        ...
+
+    def choose_victim(self, candidates: Sequence[Request]) -> Request:
+        """Picks one of the (non-empty) candidates to lose its blocks. All of them rank after the
+        request that needs the blocks."""
+        ...
+
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        """May a request that waits take the place of one that runs?"""
+        ...
+
+
+class FirstComeFirstServed:
+    """Arrival order; the newest is preempted first; nobody is displaced by a newcomer."""
+
+    def key(self, request: Request) -> tuple[int, ...]:
+        return (request.arrival,)
+
+    def choose_victim(self, candidates: Sequence[Request]) -> Request:
+        return max(candidates, key=self.key)
+
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        return False
+
+
+class Priority(FirstComeFirstServed):
+    """Lower ``priority`` first, arrival order within one; a newcomer displaces lower ranks."""
+
+    def key(self, request: Request) -> tuple[int, ...]:
+        return (request.priority, request.arrival)
+
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        return newcomer.priority < running.priority
+
+
+BUILT_IN: dict[str, type[SchedulingPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": Priority,
+}
+
+
+def load_policy(name: str) -> SchedulingPolicy:
+    """Builds the policy called ``name``: a built-in one, or a user's as ``module:Class``.
+
+    Raises:
+        InvalidConfigError: no such policy, or the class lacks a method of the protocol.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        known = ", ".join(BUILT_IN)
+        raise InvalidConfigError(
+            f"scheduling_policy {name!r} is unknown: use {known}, or your own as module:Class"
+        )
+    try:
+        policy: Any = getattr(importlib.import_module(module_name), class_name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidConfigError(f"scheduling_policy {name!r} can't be loaded: {error}") from error
+    missing = [
+        method
+        for method in ("key", "choose_victim", "may_displace")
+        if not callable(getattr(policy, method, None))
+    ]
+    if missing:
+        raise InvalidConfigError(f"scheduling_policy {name!r} lacks {', '.join(missing)}()")
+    loaded: SchedulingPolicy = policy
+    return loaded

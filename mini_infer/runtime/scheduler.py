@@ -1,0 +1,359 @@
+"""Continuous batching: every step is a fresh list of (request, how many new tokens).
+
+The idea of iteration-level scheduling is Orca's (OSDI 2022), chunked prefill is Sarathi-Serve's
+(arXiv 2403.02310), preemption by recomputation is PagedAttention's (arXiv 2309.06180).
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from mini_infer.cache.manager import NO_MATCH, KVCacheManager, PrefixMatch
+from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import PromptTooLongError
+from mini_infer.core.events import (
+    Admitted,
+    ChunkScheduled,
+    EventStream,
+    Finished,
+    Preempted,
+    Queued,
+    Resumed,
+    StepCompleted,
+)
+from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
+from mini_infer.core.request import Request, RequestState
+from mini_infer.runtime.policy import SchedulingPolicy, load_policy
+from mini_infer.runtime.request_queues import RequestQueues
+from mini_infer.runtime.step_results import apply_chunk_result
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step while it is being put together."""
+
+    budget: int
+    chunks: list[Chunk] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    starved: bool = False
+    """A running request got no block, so nobody new is let in."""
+
+
+class Scheduler:
+    """One token budget a step: decoding requests first, then prompts, then who waits outside.
+
+    Every request that was admitted can finish alone in the pool (``add`` refuses others), and the
+    first in the policy's order can take blocks from all others, so a step always makes progress.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        events: EventStream,
+        policy: SchedulingPolicy | None = None,
+    ) -> None:
+        self.config = config
+        self.events = events
+        self.policy = policy or load_policy(config.scheduling_policy)
+        self.cache = KVCacheManager(
+            num_blocks,
+            config.block_size,
+            events,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._queues = RequestQueues(self.policy)
+        self._requests: dict[str, Request] = {}
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    # -- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            PromptTooLongError: it could not finish even alone in the KV pool.
+            ValueError: the id is in use.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        # The last sampled token is never an input, so it needs no KV.
+        blocks = self.cache.blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
+        if blocks > self.cache.num_blocks:
+            raise PromptTooLongError(
+                f"prompt of {request.num_prompt_tokens} tokens + {request.max_tokens} new ones need "
+                f"{blocks} KV blocks, the pool has {self.cache.num_blocks}: shorten either or raise "
+                f"kv_cache_memory",
+                "prompt",
+            )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._queues.add(request)
+        self.events.emit(Queued(self.events.now(), request.request_id, request.num_prompt_tokens))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at any moment; an unknown or finished id is no error."""
+        self.finish(request_id, "abort")
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """Ends a request from outside: a stop string in its text, an abort, a failed step.
+
+        Steps in flight may still write to its blocks; steps run in order, so whoever gets the
+        blocks next overwrites that.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason, stop_reason)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    # -- one step
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plans the next step, or returns None when nothing can run before ``update``.
+
+        May be called before the previous step's result is known: tokens in flight count as there.
+        """
+        if not self._requests:
+            return None
+        plan = _Plan(budget=self.config.max_num_batched_tokens)
+        for state in (RequestState.DECODING, RequestState.PREFILLING):
+            self._schedule_running(plan, state)
+        self._admit_from_outside(plan)
+        if not plan.chunks:
+            return None
+        batch = ScheduledBatch(self._num_steps, tuple(plan.chunks), tuple(plan.admissions))
+        self._num_steps += 1
+        self._in_flight.append((batch.step_id, plan.requests))
+        return batch
+
+    def update(self, batch: ScheduledBatch, out: StepOutput) -> list[RequestUpdate]:
+        """Takes in the result of the oldest step in flight."""
+        updates: list[RequestUpdate] = []
+        for index, request in enumerate(self._pop_in_flight(batch)):
+            request.num_in_flight_steps -= 1
+            if request.finished:
+                continue
+            chunk = batch.chunks[index]
+            update = apply_chunk_result(request, chunk, out, index, self.events)
+            self.cache.commit(request, chunk.num_computed_tokens + chunk.num_new_tokens)
+            if update is None:
+                continue
+            updates.append(update)
+            if update.finish_reason is not None:
+                self._finish(request, update.finish_reason, update.stop_reason)
+        self._emit_step_completed(batch)
+        return updates
+
+    def fail(self, batch: ScheduledBatch, message: str) -> list[RequestUpdate]:
+        """Ends the requests of a step that raised; all others go on."""
+        updates = []
+        for request in self._pop_in_flight(batch):
+            request.num_in_flight_steps -= 1
+            if not request.finished:
+                self._finish(request, "error", message)
+                updates.append(RequestUpdate(request.request_id, (), (), "error", message))
+        self._emit_step_completed(batch)
+        return updates
+
+    # -- how a step is put together
+
+    def _schedule_running(self, plan: _Plan, state: RequestState) -> None:
+        for request in self._queues.running(state):
+            if request.state is not state:  # preempted for one before it
+                continue
+            num_new_tokens = self._chunk_size(plan, request)
+            if num_new_tokens == 0:
+                continue
+            new_blocks = self._allocate_or_preempt(plan, request, num_new_tokens)
+            if new_blocks is None:
+                plan.starved = True
+            else:
+                self._append_chunk(plan, request, num_new_tokens, new_blocks)
+
+    def _chunk_size(self, plan: _Plan, request: Request) -> int:
+        """Tokens of ``request`` that this step may compute; 0 when it has to wait."""
+        if request.num_output_tokens + request.num_in_flight_tokens >= request.max_tokens:
+            return 0  # its last token is in flight
+        remaining = request.num_tokens - request.num_computed_tokens
+        if self.config.enable_chunked_prefill or remaining == 1:
+            return min(remaining, plan.budget)
+        # A whole prompt has the budget to itself: decodes beside it must not keep it out for ever.
+        prefill_tokens = sum(c.num_new_tokens for c in plan.chunks if c.num_new_tokens > 1)
+        return remaining if remaining <= self.config.max_num_batched_tokens - prefill_tokens else 0
+
+    def _allocate_or_preempt(
+        self, plan: _Plan, request: Request, num_new_tokens: int
+    ) -> list[int] | None:
+        while (blocks := self.cache.allocate(request, num_new_tokens)) is None:
+            rank = self.policy.key(request)
+            candidates = [c for c in self._idle(plan) if self.policy.key(c) > rank]
+            if not candidates:
+                return None
+            self._preempt(self.policy.choose_victim(candidates))
+        return blocks
+
+    def _idle(self, plan: _Plan) -> list[Request]:
+        """Running requests that no step in flight, nor the planned one, touches."""
+        planned = {request.request_id for request in plan.requests}
+        return [
+            request
+            for state in (RequestState.PREFILLING, RequestState.DECODING)
+            for request in self._queues.running(state)
+            if request.num_in_flight_steps == 0 and request.request_id not in planned
+        ]
+
+    def _preempt(self, request: Request) -> None:
+        self.events.emit(
+            Preempted(self.events.now(), request.request_id, request.num_computed_tokens)
+        )
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._give_up_place(request)
+        self._queues.move(request, RequestState.PREEMPTED)
+
+    def _admit_from_outside(self, plan: _Plan) -> None:
+        while not plan.starved and plan.budget > 0:
+            request = self._queues.next_outside()
+            if request is None:
+                return
+            prefix = self.cache.match_prefix(request)
+            while not self._has_room(request, prefix):
+                victims = [c for c in self._idle(plan) if self.policy.may_displace(request, c)]
+                if not victims:
+                    return
+                self._preempt(self.policy.choose_victim(victims))
+                prefix = self.cache.match_prefix(request)
+            request.num_computed_tokens = prefix.num_tokens
+            num_new_tokens = self._chunk_size(plan, request)
+            if num_new_tokens == 0:
+                request.num_computed_tokens = 0
+                return
+            self._admit(plan, request, prefix, num_new_tokens)
+
+    def _has_room(self, request: Request, prefix: PrefixMatch) -> bool:
+        """A free slot, and blocks for the whole prompt beside those promised to other prompts."""
+        remaining = request.num_tokens - prefix.num_tokens
+        needed = self.cache.blocks_needed(request, remaining, prefix)
+        promised = sum(
+            self.cache.blocks_needed(other, other.num_tokens - other.num_computed_tokens)
+            for other in self._queues.running(RequestState.PREFILLING)
+        )
+        return bool(self._free_slots) and needed + promised <= self.cache.num_available_blocks
+
+    def _admit(
+        self, plan: _Plan, request: Request, prefix: PrefixMatch, num_new_tokens: int
+    ) -> None:
+        new_blocks = self.cache.allocate(request, num_new_tokens, prefix)
+        assert new_blocks is not None, "_has_room promised enough"
+        request.slot = self._free_slots.pop()
+        self._queues.move(request, RequestState.PREFILLING)
+        now, request_id = self.events.now(), request.request_id
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = prefix.num_tokens
+            self.events.emit(
+                Admitted(now, request_id, request.num_prompt_tokens, prefix.num_tokens)
+            )
+        else:
+            self.events.emit(Resumed(now, request_id, prefix.num_tokens))
+        plan.admissions.append(
+            Admission(
+                request_id=request_id,
+                slot=request.slot,
+                token_ids=tuple(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                params=request.params,
+                seed=request.seed,
+                stop_token_ids=tuple(
+                    sorted(request.eos_token_ids | set(request.params.stop_token_ids))
+                ),
+                bad_words_token_ids=request.bad_words_token_ids,
+                block_ids=prefix.block_ids,
+            )
+        )
+        self._append_chunk(plan, request, num_new_tokens, new_blocks)
+
+    def _append_chunk(
+        self, plan: _Plan, request: Request, num_new_tokens: int, new_blocks: list[int]
+    ) -> None:
+        end = request.num_computed_tokens + num_new_tokens
+        samples = end == request.num_tokens
+        plan.chunks.append(
+            Chunk(
+                request_id=request.request_id,
+                slot=request.slot,
+                num_computed_tokens=request.num_computed_tokens,
+                num_new_tokens=num_new_tokens,
+                new_block_ids=tuple(new_blocks),
+                samples=samples,
+            )
+        )
+        plan.requests.append(request)
+        plan.budget = max(0, plan.budget - num_new_tokens)
+        self.events.emit(
+            ChunkScheduled(
+                self.events.now(),
+                request.request_id,
+                self._num_steps,
+                request.num_computed_tokens,
+                num_new_tokens,
+            )
+        )
+        request.num_computed_tokens = end
+        request.num_in_flight_steps += 1
+        if samples:
+            request.num_in_flight_tokens += 1
+            self._queues.move(request, RequestState.DECODING)
+
+    # -- ends
+
+    def _pop_in_flight(self, batch: ScheduledBatch) -> list[Request]:
+        step_id, requests = self._in_flight.popleft()
+        assert step_id == batch.step_id, "steps are updated in the order they were scheduled"
+        return requests
+
+    def _finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
+        self._give_up_place(request)
+        del self._requests[request.request_id]
+        self._queues.move(request, RequestState.FINISHED)
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self.events.emit(
+            Finished(
+                self.events.now(),
+                request.request_id,
+                reason,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+            )
+        )
+
+    def _give_up_place(self, request: Request) -> None:
+        self.cache.release(request)
+        if request.slot >= 0:
+            self._free_slots.append(request.slot)
+            request.slot = -1
+
+    def _emit_step_completed(self, batch: ScheduledBatch) -> None:
+        self.events.emit(
+            StepCompleted(
+                self.events.now(),
+                batch.step_id,
+                batch.num_tokens,
+                self._queues.count(RequestState.WAITING),
+                self._queues.num_running,
+                self._queues.count(RequestState.PREEMPTED),
+                self.cache.num_used_blocks,
+                self.cache.num_blocks,
+            )
+        )
