@@ -1,0 +1,72 @@
+"""A tokenizer without files: one token per UTF-8 byte. The dry run and the tests use it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mini_infer.core.errors import InvalidRequestError
+from mini_infer.runtime.chat_messages import normalise_messages
+from mini_infer.runtime.tokenizer import decode_bytes
+
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, 256 and up are ``SPECIAL_TOKENS``. Imports nothing heavy.
+
+    Special tokens are recognised in a text, as Hugging Face's tokenizers do. Conversations are
+    written in ChatML.
+    """
+
+    vocab_size = 256 + len(SPECIAL_TOKENS)
+    bos_token_id = 256
+    eos_token_id: int | None = 257
+    strips_leading_space = False
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the text holds half of a surrogate pair (such as \\ud800), which is not Unicode "
+                "text: send the whole character"
+            ) from None
+        token_ids = list(self._split(data, len(SPECIAL_TOKENS) - 1))
+        return [self.bos_token_id, *token_ids] if add_special_tokens else token_ids
+
+    def _split(self, data: bytes, special: int) -> list[int]:
+        """Splits at the special tokens up to number ``special``; the rest are bytes."""
+        if special < 0:
+            return list(data)
+        first, *others = data.split(SPECIAL_TOKENS[special].encode())
+        token_ids = self._split(first, special - 1)
+        for part in others:
+            token_ids.append(256 + special)
+            token_ids += self._split(part, special - 1)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return decode_bytes(self, token_ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if 0 <= token_id < 256:
+            return bytes((token_id,))
+        if self.is_special(token_id):
+            return SPECIAL_TOKENS[token_id - 256].encode()
+        return b""
+
+    def is_special(self, token_id: int) -> bool:
+        return 256 <= token_id < self.vocab_size
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """ChatML; ``kwargs`` (tools, documents, ...) have no effect on it."""
+        turns = [
+            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            for message in normalise_messages(messages)
+        ]
+        return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")

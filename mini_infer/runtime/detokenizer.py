@@ -1,0 +1,50 @@
+"""Token ids to text while they arrive, in time linear in the number of tokens."""
+
+import codecs
+from collections.abc import Sequence
+
+from mini_infer.runtime.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Turns one choice's output tokens into text; a character split over tokens waits.
+
+    The usual way (text-generation-inference, vLLM) decodes a window of tokens twice and takes the
+    difference, waiting while it ends in U+FFFD: a genuine U+FFFD stalls it, and a long wait costs
+    quadratic time. Here each token's bytes go once through an incremental UTF-8 decoder, which
+    knows whether a tail is incomplete or invalid.
+
+    The joined pieces are the output's own bytes read as UTF-8: bytes of the prompt never take part.
+    They equal ``tokenizer.decode(output ids)``, except that a tokenizer that strips a text's
+    leading space does so only where the output is the start of the text, not after a prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip_space = tokenizer.strips_leading_space and not any(
+            map(self._bytes, prompt_token_ids)
+        )
+
+    def _bytes(self, token_id: int) -> bytes:
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return b""
+        return self._tokenizer.token_bytes(token_id)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The text that ``token_ids`` complete."""
+        data = b"".join(map(self._bytes, token_ids))
+        if self._strip_space and data:
+            data = data.removeprefix(b" ")
+            self._strip_space = False
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """What an incomplete last character becomes: U+FFFD, or "" when nothing waits."""
+        return self._decoder.decode(b"", final=True)

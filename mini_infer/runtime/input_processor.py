@@ -1,0 +1,150 @@
+"""From what a caller sends to requests that the scheduler can run, or a typed error."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import InvalidRequestError, PromptTooLongError
+from mini_infer.core.request import Request
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.tokenizer import Tokenizer
+
+SEED_BITS = 63
+"""A seed fits a signed 64-bit integer on every device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """A caller's request, tokenised and validated, and the engine's requests: one per choice."""
+
+    request_id: str
+    prompt: str | None
+    """None when the caller sent token ids."""
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[Request] = field(default_factory=list)
+
+
+class InputProcessor:
+    """Tokenises and validates requests against one engine's limits."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = config.model_config.vocab_size
+        eos_token_ids = set(config.model_config.eos_token_ids)
+        if tokenizer.eos_token_id is not None:
+            eos_token_ids.add(tokenizer.eos_token_id)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        # One generator per engine: the same requests in the same order give the same run.
+        self._seeds = random.Random(config.seed)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> ProcessedRequest:
+        """``params.n`` requests for one prompt: ``request_id`` itself, or ``request_id#i``.
+
+        ``add_special_tokens`` is False for a rendered chat template, which holds its own.
+
+        Raises:
+            InvalidRequestError: empty prompt, or a token id outside the vocabulary.
+            PromptTooLongError: prompt, or prompt and ``max_tokens``, exceed the context or the
+                KV pool.
+        """
+        if isinstance(prompt, str):
+            prompt_token_ids = self._tokenizer.encode(prompt, add_special_tokens)
+        else:
+            prompt_token_ids = _integers(prompt)
+        if not prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty: send at least one token", "prompt")
+        self._check_token_ids("prompt", prompt_token_ids)
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_token_ids("logit_bias", params.logit_bias)
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        bad_words = self._bad_words(params.bad_words)
+        seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
+        requests = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=(seed + index) % 2**SEED_BITS,
+                max_tokens=max_tokens,
+                eos_token_ids=self._eos_token_ids,
+                bad_words_token_ids=bad_words,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        text = prompt if isinstance(prompt, str) else None
+        return ProcessedRequest(request_id, text, prompt_token_ids, params, requests)
+
+    def _check_token_ids(self, param: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{param}: token id {token_id} is outside the model's vocabulary: ids go from "
+                    f"0 to {self._vocab_size - 1}",
+                    param,
+                )
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Output tokens allowed: as asked, else what is left of the context and the pool."""
+        limits = [(self._config.max_model_len, "the model's max_model_len")]
+        if self._config.num_kv_blocks is not None:
+            pool = self._config.num_kv_blocks * self._config.block_size
+            limits.append((pool, "the whole KV cache (raise --kv-cache-memory or --num-kv-blocks)"))
+        limit, name = min(limits)
+        if num_prompt_tokens >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an output "
+                f"within {limit} tokens, {name}: shorten it to at most {limit - 1}",
+                "prompt",
+            )
+        room = limit - num_prompt_tokens
+        if params.max_tokens is None:
+            if params.min_tokens > room:
+                raise PromptTooLongError(
+                    f"min_tokens ({params.min_tokens}) and the prompt's {num_prompt_tokens} tokens "
+                    f"exceed {limit} tokens, {name}: lower min_tokens to at most {room}",
+                    "min_tokens",
+                )
+            return room
+        if params.max_tokens > room:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
+                f"{params.max_tokens}: together {num_prompt_tokens + params.max_tokens}, above "
+                f"{limit} tokens, {name}. Shorten the prompt or lower max_tokens to at most {room}",
+                "max_tokens",
+            )
+        return params.max_tokens
+
+    def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is spelled at the start of a text and after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for spelling in (word.lstrip() or word, f" {word.lstrip()}"):
+                token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids:
+                    self._check_token_ids("bad_words", token_ids)
+                    sequences[tuple(token_ids)] = None
+        return tuple(sequences)
+
+
+def _integers(token_ids: Sequence[int]) -> list[int]:
+    result = list(token_ids)
+    for token_id in result:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequestError(
+                f"the prompt must be text or a list of token ids, it holds {token_id!r}", "prompt"
+            )
+    return result
