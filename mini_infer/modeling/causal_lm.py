@@ -1,0 +1,71 @@
+"""What every decoder-only language model is: embedding, blocks, norm, head."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mini_infer.core.kv_layout import KVLayout
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.modeling.layers import DecoderLayer, Embedding, KVCache, Linear, RMSNorm
+from mini_infer.modeling.rotary import RotaryEmbedding
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder-only transformer over one packed batch: no padding, no phases.
+
+    An architecture says what its blocks are (``build_layer``). Modules carry the names of the
+    Hugging Face checkpoint without its leading ``model.``.
+    """
+
+    packed_names: ClassVar[dict[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+    """Name of a packed projection -> what a checkpoint calls its parts, in row order."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int | None = None) -> None:
+        """``max_model_len`` bounds the positions; by default the config's own limit."""
+        super().__init__()
+        self.config = config
+        self.kv_layout = KVLayout(config.num_kv_heads, config.head_dim)
+        self.rotary = RotaryEmbedding(config, max_model_len or config.max_position_embeddings)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            self.build_layer(config, layer) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @abstractmethod
+    def build_layer(self, config: ModelConfig, layer: int) -> DecoderLayer:
+        """The block at depth ``layer``."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[KVCache],
+        meta: AttentionMetadata,
+    ) -> Tensor:
+        """Computes the step's tokens and writes their keys and values into ``caches``.
+
+        ``token_ids, positions [T]`` int64 -> hidden states ``[T, hidden]``.
+        """
+        x = self.embed_tokens(token_ids)
+        rope = self.rotary(positions, x.dtype)
+        residual = torch.zeros_like(x)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, rope, cache, meta)
+        hidden, _ = self.norm.add_and_norm(x, residual)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``hidden [R, hidden]``, rows already gathered -> ``[R, vocab]`` float32."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits.float()

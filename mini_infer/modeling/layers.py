@@ -1,0 +1,151 @@
+"""The layers that architectures share. Weights are allocated uninitialised: a loader fills them.
+
+Letters in shapes: T tokens of the step, H query heads, Hkv key-value heads, D head size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.kernels import ops
+from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.modeling.rotary import Rope
+
+KVCache = tuple[Tensor, Tensor]
+"""One layer's ``k_cache, v_cache``, each ``[num_blocks, block_size, Hkv, D]``."""
+
+
+def activation_dtype(weight: Tensor) -> torch.dtype:
+    """Dtype of the arithmetic: the weights' own, but float32 for float16 weights on a CPU.
+
+    There float16 only halves the memory that a step reads; processors add up in float32.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.float16:
+        return torch.float32
+    return weight.dtype
+
+
+class Layer(nn.Module):
+    """A module that may rearrange its weights once they are loaded."""
+
+    def finish_loading(self) -> None:
+        """Called once, after the last weight is in place."""
+
+
+def finish_loading(model: nn.Module) -> None:
+    """Calls every layer's hook, in the order of construction."""
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.finish_loading()
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+class Linear(Layer):
+    """``x [T, in] -> x @ weight.T + bias [T, out]`` with ``weight [out, in]``."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = _empty(out_features, in_features)
+        self.bias = _empty(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class PackedLinear(Linear):
+    """Several projections of one input as one matrix product: their rows are stacked.
+
+    ``out_features`` holds each part's rows; the model's ``packed_names`` says what a checkpoint
+    calls the parts.
+    """
+
+    def __init__(self, in_features: int, out_features: tuple[int, ...], bias: bool = False) -> None:
+        super().__init__(in_features, sum(out_features), bias)
+        self.out_features = out_features
+
+
+class Embedding(Layer):
+    """``token_ids [T] -> [T, hidden]`` in the dtype of the arithmetic."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = _empty(vocab_size, hidden_size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = nn.functional.embedding(token_ids, self.weight)
+        return rows.to(activation_dtype(self.weight))
+
+
+class RMSNorm(Layer):
+    """Root-mean-square norm over the last dimension (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = _empty(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (norm of ``x + residual``, ``x + residual``)."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU feed-forward network (arXiv 2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = PackedLinear(hidden_size, (intermediate_size, intermediate_size), bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+        return hidden
+
+
+class PagedAttention(nn.Module):
+    """Causal attention of a step's queries over the paged cache, after the step's keys join it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.scale = config.head_dim**-0.5
+        self.sliding_window = config.layer_sliding_window(layer)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        """``q [T, H, D]``, ``k, v [T, Hkv, D]`` -> ``[T, H * D]``."""
+        k_cache, v_cache = cache
+        ops.write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+        out = ops.paged_attention(q, k_cache, v_cache, meta, self.scale, self.sliding_window)
+        return out.flatten(1)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer block: attention, then a feed-forward network, each added back.
+
+    The residual stream travels beside the activations, so that each addition is one kernel with
+    the norm after it.
+    """
+
+    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, residual: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """``x, residual [T, hidden]`` -> the same pair after this block."""
+        x, residual = self.input_layernorm.add_and_norm(x, residual)
+        x = self.self_attn(x, rope, cache, meta)
+        x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
+        return self.mlp(x), residual

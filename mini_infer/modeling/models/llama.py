@@ -1,0 +1,45 @@
+"""Llama (arXiv 2302.13971, 2407.21783): SmolLM2, Llama 2 and 3, and Mistral (2310.06825)."""
+
+from torch import Tensor, nn
+
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.kernels import ops
+from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.layers import (
+    DecoderLayer,
+    GatedMLP,
+    KVCache,
+    Linear,
+    PackedLinear,
+    PagedAttention,
+)
+from mini_infer.modeling.rotary import Rope
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        rows = tuple(heads * config.head_dim for heads in self.heads)
+        self.qkv_proj = PackedLinear(config.hidden_size, rows, config.attention_bias)
+        self.o_proj = Linear(rows[0], config.hidden_size, config.attention_bias)
+        self.attention = PagedAttention(config, layer)
+
+    def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        """``x [T, hidden]`` -> ``[T, hidden]``."""
+        heads = self.qkv_proj(x).unflatten(-1, (sum(self.heads), -1))  # [T, H + 2 Hkv, D]
+        q, k, v = heads.split(self.heads, dim=1)
+        q, k = ops.apply_rotary(q, *rope), ops.apply_rotary(k, *rope)
+        out: Tensor = self.o_proj(self.attention(q, k, v, cache, meta))
+        return out
+
+
+class LlamaForCausalLM(CausalLM):
+    """Pre-norm blocks of grouped-query attention and SwiGLU."""
+
+    def build_layer(self, config: ModelConfig, layer: int) -> DecoderLayer:
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        return DecoderLayer(config, LlamaAttention(config, layer), mlp)

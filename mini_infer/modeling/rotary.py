@@ -1,0 +1,113 @@
+"""Rotary position embedding and its context extensions, as one precomputed table.
+
+A row of the table depends on nothing but its position, so a token's key depends on nothing but the
+tokens before it. Chunked prefill, prefix caching and preemption rest on that.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mini_infer.core.model_config import ModelConfig, RopeConfig
+
+Rope = tuple[Tensor, Tensor]
+"""``cos, sin``, each ``[T, head_dim / 2]``: gathered once a step, used by every layer."""
+
+
+class RotaryEmbedding(nn.Module):
+    """Looks up the cosines and sines of a step's positions (arXiv 2104.09864)."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__()
+        table = rotary_table(config, max_model_len)
+        self.register_buffer("table", table, persistent=False)  # [max_model_len, head_dim]
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """``positions [T]`` -> ``cos, sin [T, head_dim / 2]`` in ``dtype``."""
+        rows = nn.functional.embedding(positions, self.get_buffer("table")).to(dtype)
+        cos, sin = rows.chunk(2, dim=-1)
+        return cos, sin
+
+
+def rotary_table(config: ModelConfig, max_model_len: int) -> Tensor:
+    """``[max_model_len, head_dim]`` float32: per position the cosines, then the sines."""
+    rope, positions = config.rope, torch.arange(max_model_len, dtype=torch.float32)
+    frequencies = _plain(rope.theta, config.head_dim)  # [head_dim / 2]
+    scale = 1.0
+    if rope.rope_type == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.rope_type == "dynamic":
+        frequencies = _dynamic(rope, config.head_dim, config.max_position_embeddings, positions)
+    elif rope.rope_type == "llama3":
+        frequencies = _llama3(rope, frequencies, _original_length(config))
+    elif rope.rope_type == "yarn":
+        frequencies = _yarn(rope, frequencies, config.head_dim, _original_length(config))
+        scale = _yarn_attention_factor(rope)
+    angles = positions[:, None] * frequencies  # [max_model_len, head_dim / 2]
+    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
+
+
+def _original_length(config: ModelConfig) -> int:
+    return config.rope.original_max_position_embeddings or config.max_position_embeddings
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [head_dim / 2]
+
+
+def _plain(theta: float, head_dim: int) -> Tensor:
+    return 1.0 / theta ** _exponents(head_dim)
+
+
+def _dynamic(rope: RopeConfig, head_dim: int, trained_length: int, positions: Tensor) -> Tensor:
+    """NTK-aware base that grows with the sequence: frequencies ``[max_model_len, head_dim / 2]``.
+
+    Position p gets the base of a sequence that ends at p. That is what Hugging Face's decoding
+    computes when it appends p, and it makes a key independent of what comes later. Hugging Face
+    rotates a prompt that is longer than the trained length with the base of the prompt's end
+    instead, so there, and only there, a chunk's result differs from its.
+    """
+    length = (positions + 1).clamp(min=trained_length)
+    growth = rope.factor * length / trained_length - (rope.factor - 1)
+    theta = rope.theta * growth ** (head_dim / (head_dim - 2))  # [max_model_len]
+    return 1.0 / theta[:, None] ** _exponents(head_dim)
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor, original_length: int) -> Tensor:
+    """Divides low frequencies by ``factor``, keeps high ones, and blends those between."""
+    turns = original_length * frequencies / (2 * math.pi)  # full turns over the trained length
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / rope.factor
+
+
+def _yarn(rope: RopeConfig, frequencies: Tensor, head_dim: int, original_length: int) -> Tensor:
+    """Keeps dimensions that turn often, interpolates those that turn seldom (arXiv 2309.00071)."""
+
+    def dimension(turns: float) -> float:
+        """The (fractional) dimension that makes this many turns over the trained length."""
+        wavelength = original_length / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    index = torch.arange(head_dim // 2, dtype=torch.float32)
+    keep = 1 - ((index - low) / width).clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / rope.factor
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """What scales cosines and sines, and so the attention's temperature (section 3.4 there)."""
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
+    return temperature(1.0)

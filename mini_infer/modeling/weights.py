@@ -1,0 +1,151 @@
+"""From a checkpoint's tensors to a model's parameters, one tensor at a time.
+
+Parameters are allocated once, uninitialised, in their final dtype; each tensor of the checkpoint is
+copied into its place and dropped. Memory therefore peaks at the model plus one tensor.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mini_infer.core.errors import WeightsError
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.layers import PackedLinear, finish_loading
+from mini_infer.modeling.registry import model_class
+
+NAMES_PER_MESSAGE = 8
+
+
+class WeightSource(Protocol):
+    """A checkpoint: tensors by their Hugging Face name."""
+
+    def names(self) -> Iterable[str]:
+        """Every tensor, in the order that is cheapest to read."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading its data."""
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, in any floating dtype; the caller drops it before it asks for the next.
+
+        Raises:
+            WeightsError: the data can't be read.
+        """
+
+
+def build_model(
+    config: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """Builds an architecture with the weights of a checkpoint, ready for inference.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+        WeightsError: the checkpoint does not fit it.
+    """
+    with _allocation(dtype, device):
+        model = model_class(config.architecture)(config, max_model_len)
+    load_weights(model, source)
+    finish_loading(model)
+    return model.eval()
+
+
+def load_weights(model: CausalLM, source: WeightSource) -> None:
+    """Copies every tensor of ``source`` into ``model``, converted to the parameters' dtype.
+
+    Raises:
+        WeightsError: a tensor is missing, surplus or misshapen; the message names it.
+    """
+    places = checkpoint_places(model)
+    names = [name for name in source.names() if not _is_redundant(model, name)]
+    _check_names(places, names)
+    _check_shapes(places, names, source)
+    with torch.no_grad():
+        for name in names:
+            places[name].copy_(source.get(name))
+
+
+def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:
+    """Name in a checkpoint -> the view of a parameter that it fills.
+
+    A packed projection appears as its parts: ``q_proj.weight`` is the first rows of ``qkv_proj``.
+    """
+    places: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        module_name, _, kind = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if isinstance(module, PackedLinear):
+            parent, _, packed = module_name.rpartition(".")
+            parts = model.packed_names[packed]
+            rows = torch.split(parameter.data, list(module.out_features))
+            for part, view in zip(parts, rows, strict=True):
+                places[_checkpoint_name(f"{parent}.{part}.{kind}")] = view
+        else:
+            places[_checkpoint_name(name)] = parameter.data
+    return places
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of ``config`` must hold; allocates none."""
+    with _allocation(torch.float32, "meta"):
+        model = model_class(config.architecture)(config, max_model_len=1)
+    return {name: tuple(view.shape) for name, view in checkpoint_places(model).items()}
+
+
+@contextmanager
+def _allocation(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
+    """New parameters get this dtype and device, so that model files need not mention either."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _checkpoint_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _is_redundant(model: CausalLM, name: str) -> bool:
+    """Old checkpoints store rotary frequencies, and some store a tied head a second time."""
+    if name == "lm_head.weight":
+        return model.config.tie_word_embeddings
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _check_names(places: dict[str, Tensor], names: list[str]) -> None:
+    given = set(names)
+    problems = {
+        "lacks": [name for name in places if name not in given],
+        "holds surplus": [name for name in names if name not in places],
+    }
+    found = [f"{verb} {_listing(wrong)}" for verb, wrong in problems.items() if wrong]
+    if found:
+        raise WeightsError(
+            f"the checkpoint {' and '.join(found)}: it does not belong to this config.json"
+        )
+
+
+def _check_shapes(places: dict[str, Tensor], names: list[str], source: WeightSource) -> None:
+    wrong = [
+        f"{name} has shape {list(source.shape(name))}, expected {list(places[name].shape)}"
+        for name in names
+        if tuple(source.shape(name)) != tuple(places[name].shape)
+    ]
+    if wrong:
+        raise WeightsError(f"the checkpoint does not fit its config.json: {_listing(wrong)}")
+
+
+def _listing(items: list[str]) -> str:
+    shown = ", ".join(items[:NAMES_PER_MESSAGE])
+    rest = len(items) - NAMES_PER_MESSAGE
+    return f"{shown} and {rest} more" if rest > 0 else shown
