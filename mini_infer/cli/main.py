@@ -1,0 +1,103 @@
+"""The entry points: commands are imported when used, and every error becomes one line."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from mini_infer import __version__
+from mini_infer.core.errors import MiniInferError
+
+COMMANDS = {
+    "serve": "mini_infer.cli.serve",
+    "chat": "mini_infer.cli.chat",
+    "generate": "mini_infer.cli.generate",
+    "bench": "mini_infer.cli.bench",
+    "pull": "mini_infer.cli.pull",
+}
+DEBUG = "MINI_INFER_DEBUG"
+INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is named: ``pull`` never pays for ``serve``."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mini-infer")
+def cli() -> None:
+    """An LLM inference engine to read in an afternoon and run in production."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``mini-infer``: returns the exit code."""
+    return run(cli, arguments, "mini-infer")
+
+
+def serve_main(arguments: Sequence[str] | None = None) -> int:
+    """``mini-infer-serve``: the same as ``mini-infer serve``."""
+    from mini_infer.cli.serve import serve
+
+    return run(serve, arguments, "mini-infer-serve")
+
+
+def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> int:
+    """Runs a command and turns whatever ends it into an exit code and at most one line.
+
+    A user's mistake exits with 2, a fault with 1, Ctrl-C with 130. The environment variable
+    ``MINI_INFER_DEBUG=1`` shows the traceback as well.
+    """
+    try:
+        result = command.main(arguments, prog_name=name, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe went away (`mini-infer generate ... | head`): nothing is left to say,
+        # and Python's own flush at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except MiniInferError as error:
+        return fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        return fail(missing_package(error), 1)
+    except Exception as error:
+        return fail(
+            f"internal error, {type(error).__name__}: {error} "
+            f"({DEBUG}=1 shows where; please report it)",
+            1,
+        )
+    return result if isinstance(result, int) else 0
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Names the package to install, where it is one that a user can lack."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "mini_infer"):
+        return str(error)
+    return (
+        f"the Python package {package!r} is missing; "
+        f'pip install "mini-infer[serve]" brings all that the commands need'
+    )
+
+
+def fail(message: str, exit_code: int) -> int:
+    """Writes the one line (and the traceback, when debugging); returns the exit code."""
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        traceback.print_exc()
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return exit_code

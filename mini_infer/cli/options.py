@@ -1,0 +1,90 @@
+"""Engine options of the command line, generated from ``EngineConfig``: one source of truth."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from mini_infer.core.engine_config import AUTO, engine_options
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class AutoChoice(click.ParamType[str]):
+    """One of the choices, or ``auto``, which is the same as not giving the option."""
+
+    name = "choice"
+
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self.choices = choices
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join((AUTO, *self.choices))}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value != AUTO and value not in self.choices:
+            known = ", ".join((AUTO, *self.choices))
+            raise click.BadParameter(f"{value!r} is not one of {known}", ctx, param)
+        return str(value)
+
+
+class AutoInteger(click.ParamType[int | str]):
+    """A whole number, or ``auto``. With ``units`` also an amount of memory: 512MiB, 2GiB, 4GB."""
+
+    name = "integer"
+
+    def __init__(self, units: bool = False) -> None:
+        self.units = units
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "BYTES" if self.units else "INTEGER"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        text = str(value).strip()
+        if text == AUTO:
+            return AUTO
+        if re.fullmatch(r"[+-]?\d+", text):
+            return int(text)
+        amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", text.lower())
+        if self.units and amount:
+            return int(float(amount[1]) * UNITS[amount[2]])
+        wanted = "an amount of memory such as 512MiB or 2GiB" if self.units else "a whole number"
+        raise click.BadParameter(f"{value!r} is not {wanted} (or {AUTO})", ctx, param)
+
+
+def engine_option(name: str, metadata: Mapping[str, Any]) -> Callable[[Function], Function]:
+    """The click option of one field. Not given means absent: the engine's resolver decides."""
+    flag = "--" + name.replace("_", "-")
+    default, kind, choices = metadata["default"], metadata["kind"], metadata["choices"]
+    text = metadata["help"]
+    if kind is bool:
+        shown = "on" if default else "off"
+        # --enable-x and --no-enable-x as vLLM has them, and the shorter --x and --no-x.
+        spellings = dict.fromkeys((flag.replace("--enable-", "--"), flag))
+        declarations = [f"{item}/--no-{item.removeprefix('--')}" for item in spellings]
+        return click.option(*declarations, name, default=None, help=f"{text} [default: {shown}]")
+    value_type: click.ParamType[Any]
+    if choices:
+        value_type = AutoChoice(choices)
+    elif kind is int:
+        value_type = AutoInteger(units=name.endswith("_memory"))
+    else:
+        value_type = click.STRING
+    shown = "" if default is None else f" [default: {default}]"
+    return click.option(flag, name, type=value_type, default=None, help=text + shown)
+
+
+def with_engine_options(function: Function) -> Function:
+    """Adds every engine option; the command receives them as keyword arguments, unset ones None."""
+    for name, metadata in reversed(engine_options().items()):
+        function = engine_option(name, metadata)(function)
+    return function
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Only what the user said, for ``LLM(**options)`` and ``LLMEngine.from_options``."""
+    return {name: value for name, value in options.items() if value not in (None, AUTO)}
