@@ -98,7 +98,8 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         referenced = {block for block, count in enumerate(self._ref_counts) if count > 0}
         assert len(free) == len(self._free), "a block is in the free list twice"
-        assert not (free & cached or free & referenced or cached & referenced)
+        states = (free, cached, referenced)
+        assert len(set().union(*states)) == sum(map(len, states)), "a block is in two states"
         assert len(free) + len(cached) + len(referenced) == self.num_blocks
         assert cached <= self._hash_of.keys(), "a cached block has no content hash"
         assert not free & self._hash_of.keys(), "a free block kept its content hash"

@@ -48,6 +48,8 @@ class RequestQueues:
         self._counts[request.state] -= 1
         if request.state in self._inside:
             del self._inside[request.state][request.request_id]
+        elif self._heaps[request.state][0][1] is request:
+            heapq.heappop(self._heaps[request.state])
         self._insert(request, state)
 
     def _insert(self, request: Request, state: RequestState) -> None:
@@ -69,7 +71,7 @@ class RequestQueues:
         heads = []
         for rank, state in enumerate((RequestState.PREEMPTED, RequestState.WAITING)):
             heap = self._heaps[state]
-            while heap and heap[0][1].state is not state:  # aborted or admitted meanwhile
+            while heap and heap[0][1].state is not state:  # aborted while it waited
                 heapq.heappop(heap)
             if heap:
                 heads.append((heap[0][0], rank, heap[0][1]))

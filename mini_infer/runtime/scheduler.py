@@ -7,7 +7,7 @@ The idea of iteration-level scheduling is Orca's (OSDI 2022), chunked prefill is
 from collections import deque
 from dataclasses import dataclass, field
 
-from mini_infer.cache.manager import NO_MATCH, KVCacheManager, PrefixMatch
+from mini_infer.cache.manager import KVCacheManager, PrefixMatch
 from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import PromptTooLongError
@@ -85,9 +85,9 @@ class Scheduler:
         blocks = self.cache.blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
         if blocks > self.cache.num_blocks:
             raise PromptTooLongError(
-                f"prompt of {request.num_prompt_tokens} tokens + {request.max_tokens} new ones need "
-                f"{blocks} KV blocks, the pool has {self.cache.num_blocks}: shorten either or raise "
-                f"kv_cache_memory",
+                f"prompt of {request.num_prompt_tokens} tokens + {request.max_tokens} new ones "
+                f"need {blocks} KV blocks, the pool has {self.cache.num_blocks}: shorten either "
+                f"or raise kv_cache_memory",
                 "prompt",
             )
         request.arrival = self._num_arrivals

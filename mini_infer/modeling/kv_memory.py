@@ -1,0 +1,58 @@
+"""How many KV blocks fit, and their memory."""
+
+import torch
+from torch import Tensor
+
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import OutOfMemoryError
+from mini_infer.core.kv_layout import KVLayout
+
+
+def bytes_per_block(config: EngineConfig, layout: KVLayout, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    values = layout.num_kv_heads * layout.head_dim * (2 if layout.has_values else 1)
+    tokens = config.block_size * config.model_config.num_layers
+    return values * tokens * dtype.itemsize
+
+
+def num_blocks_that_fit(config: EngineConfig, layout: KVLayout, dtype: torch.dtype) -> int:
+    """Blocks in ``kv_cache_memory``, or ``num_kv_blocks`` where that is given.
+
+    Raises:
+        OutOfMemoryError: not even one block fits.
+    """
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    size = bytes_per_block(config, layout, dtype)
+    count = config.kv_cache_memory // size
+    if count < 1:
+        raise OutOfMemoryError(
+            f"kv_cache_memory of {config.kv_cache_memory} bytes holds no KV block: one takes "
+            f"{size} bytes; raise kv_cache_memory or lower block_size"
+        )
+    return count
+
+
+def allocate_kv_cache(
+    config: EngineConfig, layout: KVLayout, num_blocks: int, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Per layer a K and a V cache ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+
+    Raises:
+        OutOfMemoryError: the allocation failed.
+    """
+    shape = (num_blocks, config.block_size, layout.num_kv_heads, layout.head_dim)
+    try:
+        # Zeros, not empty: a masked score times an uninitialised NaN would still be NaN.
+        return [
+            (
+                torch.zeros(shape, dtype=dtype, device=config.device),
+                torch.zeros(shape, dtype=dtype, device=config.device),
+            )
+            for _ in range(config.model_config.num_layers)
+        ]
+    except RuntimeError as error:
+        size = num_blocks * bytes_per_block(config, layout, dtype)
+        raise OutOfMemoryError(
+            f"the KV cache of {size} bytes could not be allocated: lower kv_cache_memory"
+        ) from error

@@ -1,0 +1,114 @@
+"""From a step's device tensors to a ``StepOutput``, once, when somebody asks for it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.outputs import StepOutput, TokenLogprobs
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.modeling.device_state import DeviceState, StepInputs
+from mini_infer.modeling.sampler import SampleResult, TokenLogprobTensors, token_logprobs
+
+ROWS_AT_ONCE = 128
+"""Rows of logits that prompt log-probabilities hold at a time: bounds memory, not speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Log-probabilities of some of the prompt tokens that one chunk predicts, in order."""
+
+    chunk: int
+    num_top: int
+    targets: Tensor
+    logprobs: TokenLogprobTensors
+
+
+def compute_prompt_rows(
+    batch: ScheduledBatch,
+    inputs: StepInputs,
+    hidden: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+    state: DeviceState,
+) -> list[PromptRows]:
+    """For chunks that asked: the log-probability of each prompt token that a position predicts."""
+    rows: list[PromptRows] = []
+    for index, chunk in enumerate(batch.chunks):
+        num_top = state.params_by_slot[chunk.slot].prompt_logprobs
+        start = chunk.num_computed_tokens
+        end = min(start + chunk.num_new_tokens, state.num_prompt_tokens[chunk.slot] - 1)
+        if num_top is None:
+            continue
+        for first in range(start, end, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, end)
+            row = inputs.first_rows[index] + first - start
+            logits = compute_logits(hidden[row : row + last - first])
+            targets = state.token_table[chunk.slot, first + 1 : last + 1]
+            logprobs = token_logprobs(logits, targets, num_top)
+            rows.append(PromptRows(index, num_top, targets, logprobs))
+    return rows
+
+
+class LocalStep:
+    """A step that this process ran; ``result`` waits for the device and reads the tensors."""
+
+    def __init__(
+        self,
+        batch: ScheduledBatch,
+        params_by_slot: dict[int, SamplingParams],
+        sampled: SampleResult | None,
+        prompt_rows: list[PromptRows],
+    ) -> None:
+        self._batch = batch
+        self._num_top = [params_by_slot[chunk.slot].logprobs for chunk in batch.chunks]
+        self._sampled = sampled
+        self._prompt_rows = prompt_rows
+
+    def result(self) -> StepOutput:
+        """Token ids and log-probabilities, aligned with the batch's chunks."""
+        chunks = self._batch.chunks
+        tokens: list[tuple[int, ...]] = [()] * len(chunks)
+        logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(chunks)
+        if self._sampled is not None:
+            sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
+            for index, token_id in zip(sampling, self._sampled.token_ids.tolist(), strict=True):
+                tokens[index] = (token_id,)
+            if self._sampled.logprobs is not None:
+                num_top = [self._num_top[index] for index in sampling]
+                entries = read_logprobs(self._sampled.token_ids, self._sampled.logprobs, num_top)
+                for index, entry in zip(sampling, entries, strict=True):
+                    logprobs[index] = (entry,) if entry is not None else ()
+        prompt: list[tuple[TokenLogprobs, ...]] = [()] * len(chunks)
+        for rows in self._prompt_rows:
+            asked: list[int | None] = [rows.num_top] * len(rows.targets)
+            found = read_logprobs(rows.targets, rows.logprobs, asked)
+            prompt[rows.chunk] += tuple(entry for entry in found if entry is not None)
+        return StepOutput(
+            tuple(tokens),
+            tuple(logprobs) if any(logprobs) else (),
+            tuple(prompt) if self._prompt_rows else (),
+        )
+
+
+def read_logprobs(
+    token_ids: Tensor, columns: TokenLogprobTensors, num_top: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
+    """One entry per row, trimmed to what the row asked; None for a row that asked nothing."""
+    rows = zip(
+        num_top,
+        token_ids.tolist(),
+        columns.logprobs.tolist(),
+        columns.ranks.tolist(),
+        columns.top_token_ids.tolist(),
+        columns.top_logprobs.tolist(),
+        strict=True,
+    )
+    return [
+        None
+        if count is None
+        else TokenLogprobs(
+            token_id, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True))
+        )
+        for count, token_id, logprob, rank, ids, values in rows
+    ]

@@ -1,0 +1,171 @@
+"""The engine's loop: keep ``depth`` steps in flight, take in the oldest, hand out what is new."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.events import EventStream
+from mini_infer.core.outputs import RequestDelta
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.executor import Executor, StepHandle
+from mini_infer.runtime.input_processor import InputProcessor, ProcessedRequest
+from mini_infer.runtime.output_processor import OutputProcessor
+from mini_infer.runtime.resolve import resolve_engine
+from mini_infer.runtime.scheduler import Scheduler
+from mini_infer.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Requests in, text deltas out. Not thread-safe: one thread adds, steps and aborts.
+
+    ::
+
+        add_request ─► Scheduler.schedule ─► Executor.submit ──┐  at most ``depth`` in flight
+                                                               ▼
+        deltas ◄─ OutputProcessor ◄─ Scheduler.update ◄─ StepHandle.result
+
+    Depth 1 is synchronous; depth 2 schedules and launches a step before the last one's tokens are
+    known, which hides the host behind the device.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        events: EventStream | None = None,
+    ) -> None:
+        num_blocks = executor.start()
+        self.config = config = replace(config, num_kv_blocks=num_blocks)
+        self.tokenizer = tokenizer
+        self.events = events or EventStream()
+        self._executor = executor
+        self.scheduler = Scheduler(config, num_blocks, self.events)
+        self.input_processor = InputProcessor(config, tokenizer)
+        self._output_processor = OutputProcessor(tokenizer, self.events)
+        self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
+        self._pending_deltas: list[RequestDelta] = []
+        self._children: dict[str, tuple[str, ...]] = {}
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "LLMEngine":
+        """Builds an engine from option names of ``EngineConfig``; what is left out is ``auto``.
+
+        Raises:
+            MiniInferError: an option, the model or its weights can't be used; the message says why.
+        """
+        config, executor, tokenizer = resolve_engine(options)
+        return cls(config, executor, tokenizer)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        """Tokenises, checks and queues a request.
+
+        Raises:
+            InvalidRequestError: the request can't be served as it stands.
+            ValueError: ``request_id`` is in use.
+        """
+        self.add(
+            self.input_processor.process(
+                request_id, prompt, params, priority=priority, cache_salt=cache_salt
+            )
+        )
+
+    def add(self, processed: ProcessedRequest) -> None:
+        """Queues a request that ``input_processor.process`` made, on whatever thread."""
+        if processed.request_id in self._children:
+            raise ValueError(f"request id {processed.request_id!r} is in use")
+        added: list[str] = []
+        try:
+            for request in processed.requests:
+                self.scheduler.add(request)
+                added.append(request.request_id)
+        except ValueError:
+            for request_id in added:
+                self.scheduler.abort(request_id)
+            raise
+        self._children[processed.request_id] = tuple(added)
+        self._output_processor.add(processed)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with all its choices and frees their blocks at once.
+
+        Its last deltas come with the next ``step``. An unknown or finished id is no error.
+        """
+        for child_id in self._children.pop(request_id, ()):
+            self.scheduler.abort(child_id)
+        self._pending_deltas += self._output_processor.abort(request_id)
+
+    def has_unfinished(self) -> bool:
+        """True while ``step`` has something to do or to hand out."""
+        return bool(self._pending_deltas or self._in_flight or self.scheduler.has_unfinished())
+
+    def step(self) -> list[RequestDelta]:
+        """Launches what can run, takes in the oldest step in flight, returns what is new.
+
+        A step that raises ends the requests that it held, with finish reason ``error``; all others
+        go on.
+        """
+        while len(self._in_flight) < self.config.depth:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                break
+            self._in_flight.append((batch, self._submit(batch)))
+        deltas, self._pending_deltas = self._pending_deltas, []
+        if self._in_flight:
+            batch, handle = self._in_flight.popleft()
+            deltas += self._take_in(batch, handle)
+        return deltas
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests go on."""
+        self.scheduler.cache.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Frees the executor's memory and processes; harmless when called twice."""
+        self._executor.shutdown()
+
+    def _submit(self, batch: ScheduledBatch) -> StepHandle:
+        try:
+            return self._executor.submit(batch)
+        except Exception as error:
+            return _FailedStep(error)
+
+    def _take_in(self, batch: ScheduledBatch, handle: StepHandle) -> list[RequestDelta]:
+        try:
+            result = handle.result()
+        except Exception as error:
+            logger.exception("step %d failed; its requests end with an error", batch.step_id)
+            updates = self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
+        else:
+            updates = self.scheduler.update(batch, result)
+        processed = self._output_processor.process(updates)
+        for child_id, stop_string in processed.stopped:
+            self.scheduler.finish(child_id, "stop", stop_string)
+        for delta in processed.deltas:
+            if delta.output is not None:
+                self._children.pop(delta.request_id, None)
+        return processed.deltas
+
+
+class _FailedStep:
+    """A step that raised when it was submitted; told when its turn comes."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> Any:
+        raise self._error

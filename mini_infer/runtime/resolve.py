@@ -1,0 +1,174 @@
+"""From what a user typed to a concrete engine: every ``auto`` is decided here, once.
+
+torch is imported only when a real model is asked for.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mini_infer.core.engine_config import AUTO, EngineConfig, engine_options
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.runtime.executor import Executor
+from mini_infer.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mini_infer.modeling.model_files import ModelFiles
+
+CHUNK_TOKENS = {"cpu": 256, "cuda": 8192}
+"""Default token budget of a step. Larger chunks use a processor no better, smaller ones let running
+requests go on sooner: see docs/chunked-prefill.md."""
+PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
+KV_FRACTION = 0.25
+"""Share of the free memory that the KV cache takes on a CPU, where other programs run too."""
+KV_LIMIT = 4 * 2**30
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_UNITS |= {
+    unit + "b": size for unit, size in list(_UNITS.items()) if len(unit) == 1 and unit != "b"
+}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "tb": 10**12}
+
+
+def resolve_engine(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor, Tokenizer]:
+    """Builds configuration, executor and tokenizer from option names of ``EngineConfig``.
+
+    Raises:
+        InvalidConfigError: an unknown option, or a value that can't work.
+        ModelNotFoundError, UnsupportedModelError: the model can't be used.
+    """
+    given = parse_options(options)
+    if given["dry_run"]:
+        return _dry_run_engine(given)
+    from mini_infer.modeling.model_files import load_model_config, locate_model
+    from mini_infer.runtime.local_executor import LocalExecutor
+    from mini_infer.runtime.tokenizer import HFTokenizer
+
+    files = locate_model(given["model"])
+    model_config = load_model_config(files)
+    config = _resolve(given, model_config, files)
+    return config, LocalExecutor(config, files), HFTokenizer.from_folder(files.folder)
+
+
+def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks names and converts values of every option; what is not given gets its default.
+
+    Raises:
+        InvalidConfigError: an unknown option, or a value of the wrong kind.
+    """
+    known = engine_options()
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise InvalidConfigError(f"there is no option {name!r}{hint}")
+    return {
+        name: _convert(name, options.get(name, option["default"]), option)
+        for name, option in known.items()
+    }
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``"2GiB"``, ``"512 MB"`` or a plain number.
+
+    Raises:
+        ValueError: neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no size such as 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _convert(name: str, value: Any, option: Mapping[str, Any]) -> Any:
+    default, choices, kind = option["default"], option["choices"], option["kind"]
+    if value is None or value == AUTO:
+        return default
+    if choices:
+        if value not in choices:
+            raise InvalidConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        return value
+    try:
+        if name == "kv_cache_memory" and isinstance(value, str):
+            return parse_size(value)
+        if kind is int:
+            if isinstance(value, bool) or int(value) != float(value):
+                raise ValueError
+            return int(value)
+    except (ValueError, TypeError):
+        rule = "a size such as 2GiB" if name == "kv_cache_memory" else "an integer"
+        raise InvalidConfigError(f"{name} must be {rule}, got {value!r}") from None
+    if not isinstance(value, kind):
+        if kind is str and isinstance(value, Path):
+            return str(value)
+        raise InvalidConfigError(f"{name} must be {kind.__name__}, got {value!r}")
+    return value
+
+
+def _dry_run_engine(given: dict[str, Any]) -> tuple[EngineConfig, Executor, Tokenizer]:
+    from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+    from mini_infer.runtime.dry_run import DryRunExecutor, dry_run_model_config
+
+    model_config = dry_run_model_config()
+    given |= {"device": "cpu", "dtype": "float32", "attention_backend": "torch"}
+    given["load_format"] = "dummy"
+    _resolve_lengths(given, model_config)
+    if given["kv_cache_memory"] == AUTO:
+        given["kv_cache_memory"] = KV_LIMIT
+    config = EngineConfig(model_config=model_config, **given)
+    return config, DryRunExecutor(config), ByteTokenizer()
+
+
+def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFiles") -> EngineConfig:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if given["device"] == AUTO:
+        given["device"] = "cuda" if has_gpu else "cpu"
+    elif given["device"] == "cuda" and not has_gpu:
+        raise InvalidConfigError("device 'cuda' was asked for, but torch sees no GPU")
+    if given["dtype"] == AUTO:
+        given["dtype"] = "float16" if given["device"] == "cpu" else "bfloat16"
+    if given["load_format"] == AUTO:
+        given["load_format"] = "gguf" if files.weights.suffix == ".gguf" else "safetensors"
+    if given["attention_backend"] == AUTO:
+        given["attention_backend"] = "torch"
+    _resolve_lengths(given, model_config)
+    if given["kv_cache_memory"] == AUTO:
+        given["kv_cache_memory"] = _default_kv_memory(given, model_config)
+    return EngineConfig(model_config=model_config, model_path=files.folder, **given)
+
+
+def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:
+    limit = model_config.max_position_embeddings
+    if given["served_model_name"] == AUTO:
+        given["served_model_name"] = given["model"]
+    if given["max_model_len"] == AUTO:
+        given["max_model_len"] = limit
+    elif given["max_model_len"] > limit:
+        raise InvalidConfigError(
+            f"max_model_len {given['max_model_len']} exceeds the model's context of {limit} tokens"
+        )
+    if given["depth"] == AUTO:
+        given["depth"] = PIPELINE_DEPTH[given["device"]]
+    if given["max_num_batched_tokens"] == AUTO:
+        budget = CHUNK_TOKENS[given["device"]]
+        if not given["enable_chunked_prefill"]:
+            budget = max(budget, given["max_model_len"])
+        given["max_num_batched_tokens"] = max(budget, given["max_num_seqs"])
+
+
+def _default_kv_memory(given: Mapping[str, Any], model_config: ModelConfig) -> int:
+    """A quarter of the free memory, at most 4 GiB, and no more than all slots could ever fill."""
+    import psutil
+
+    bytes_per_token = (
+        2 * model_config.num_kv_heads * model_config.head_dim * model_config.num_layers
+    ) * (4 if given["device"] == "cpu" else 2)
+    block: int = given["block_size"]
+    longest = -(-given["max_model_len"] // block) * block
+    demand: int = given["max_num_seqs"] * longest * bytes_per_token
+    free = int(psutil.virtual_memory().available * KV_FRACTION)
+    return max(min(demand, free, KV_LIMIT), block * bytes_per_token)
