@@ -1,0 +1,285 @@
+"""From logits to tokens, for the whole batch at once, on the device.
+
+Stages, in order: penalties, logit bias, allowed tokens, bans (``min_tokens``, bad words),
+temperature, top-k, top-p, min-p, draw. Rows that skip a stage are not touched by it, so a row
+gets what it would get alone, whatever shares its batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mini_infer.kernels import sampling as ops
+from mini_infer.modeling.sampling_state import (
+    ANY_TOKEN,
+    EDITS,
+    INTEGERS,
+    REALS,
+    SamplingState,
+    Stage,
+)
+
+FEW_CANDIDATES = 256
+"""Top-p usually keeps fewer tokens than this; on a CPU finding them costs a tenth of a sort."""
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobTensors:
+    """Log-probabilities of R tokens and of the K likeliest at the same places.
+
+    ``ranks`` is 1 for the likeliest token. Where ``K`` exceeds what a row asked for, the reader
+    trims; rows that asked for none hold zeros.
+    """
+
+    logprobs: Tensor  # [R] float32
+    ranks: Tensor  # [R] int64
+    top_token_ids: Tensor  # [R, K] int64, likeliest first
+    top_logprobs: Tensor  # [R, K] float32
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """``token_ids [R]`` int64 on the device; ``logprobs`` is None when no row asked for any."""
+
+    token_ids: Tensor
+    logprobs: TokenLogprobTensors | None = None
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobTensors:
+    """Log-probabilities of ``token_ids [R]`` under raw ``logits [R, V]``; also a prompt's, with
+    ``token_ids`` the prompt tokens that each row predicts."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    top_ids = ops.top_tokens(logprobs, min(num_top, logits.shape[-1]))
+    ranks = (logprobs > chosen).sum(-1) + 1
+    return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
+
+
+prompt_logprobs = token_logprobs
+
+
+class Sampler:
+    """Samples the next token of every row. Holds nothing: all state is in the arguments.
+
+    A row is a (slot, position) pair. Plain decoding has one row a slot; verifying k drafts will
+    have 1 + k, which need nothing new here because each row's past is read from the token table.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        num_tokens: Sequence[int],
+        token_table: Tensor,
+        state: SamplingState,
+    ) -> SampleResult:
+        """Samples.
+
+        Args:
+            logits: ``[R, V]`` float32, raw; left as they are.
+            slots: each row's slot, on the host.
+            num_tokens: how many tokens stand before the sampled one: its position.
+            token_table: ``[slots, max_model_len]`` integers on the device.
+            state: what each slot's request asked for.
+
+        Returns:
+            Ids in ``[0, V)``, always: a row of only -inf gives token 0, and NaN counts as the
+            largest logit. Log-probabilities are those of the raw logits.
+        """
+        batch = _Batch(logits, slots, num_tokens, token_table, state)
+        token_ids = self._draw(batch, self._edit(batch))
+        rows = batch.rows(Stage.LOGPROBS)
+        if not rows.size:
+            return SampleResult(token_ids)
+        num_top = int(state.num_logprobs[batch.slots[rows]].max())
+        some = token_logprobs(batch.take(logits, rows), batch.take(token_ids, rows), num_top)
+        return SampleResult(token_ids, batch.spread(some, rows))
+
+    def _edit(self, batch: "_Batch") -> Tensor:
+        """Penalties, bias and masks: a copy of the logits if any row asks for one of them."""
+        if not batch.union & EDITS:
+            return batch.logits
+        logits = batch.logits.clone()
+        stages = (
+            (Stage.PENALTIES, self._penalize_),
+            (Stage.BIAS, self._bias_),
+            (Stage.ALLOWED, self._allow_),
+            (Stage.BANS, self._ban_),
+        )
+        for stage, apply in stages:
+            rows = batch.rows(stage)
+            if rows.size:
+                logits = batch.put(logits, rows, apply(batch, batch.take(logits, rows), rows))
+        return logits
+
+    def _penalize_(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
+        longest = int(batch.num_tokens[rows].max())
+        return ops.penalize_(
+            logits,
+            batch.token_table[batch.take(batch.device_slots, rows), :longest],
+            batch.take(batch.device_num_tokens, rows),
+            batch.integer("num_prompt_tokens", rows),
+            batch.real("repetition", rows),
+            batch.real("presence", rows),
+            batch.real("frequency", rows),
+        )
+
+    def _bias_(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
+        slots = batch.take(batch.device_slots, rows)
+        return logits.scatter_add_(1, batch.state.bias_ids[slots], batch.state.bias_values[slots])
+
+    def _allow_(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
+        allowed = batch.state.allowed[batch.take(batch.device_slots, rows)]
+        return logits.masked_fill_(~allowed, ops.NEG_INF)
+
+    def _ban_(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
+        state, slots = batch.state, batch.take(batch.device_slots, rows)
+        num_tokens = batch.take(batch.device_num_tokens, rows)[:, None]
+        prefixes = state.ban_prefixes[slots]  # [R, W, D], the last token first
+        place = num_tokens - 1 - torch.arange(prefixes.shape[-1], device=logits.device)
+        tail = batch.token_table[slots[:, None], place.clamp_min(0)]  # [R, D]
+        same = (prefixes == tail[:, None]) & (place >= 0)[:, None]
+        active = (same | (prefixes == ANY_TOKEN)).all(-1) & (num_tokens < state.ban_until[slots])
+        return ops.ban_(logits, state.ban_ids[slots], active)
+
+    def _draw(self, batch: "_Batch", logits: Tensor) -> Tensor:
+        """Greedy, plain random and truncated rows go three ways and meet again."""
+        ways = (
+            (batch.rows(Stage.RANDOM, Stage.NONE), self._draw_greedy),
+            (batch.rows(Stage.RANDOM | Stage.TRUNCATE, Stage.RANDOM), self._draw_plain),
+            (batch.rows(Stage.TRUNCATE), self._draw_truncated),
+        )
+        token_ids = torch.empty(len(batch.slots), dtype=torch.int64, device=logits.device)
+        for rows, draw in ways:
+            if rows.size:
+                drawn = draw(batch, batch.take(logits, rows), rows)
+                token_ids = batch.put(token_ids, rows, drawn)
+        return token_ids
+
+    def _draw_greedy(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
+        return logits.argmax(-1)
+
+    def _draw_plain(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
+        scores = logits / batch.real("temperature", rows)[:, None]
+        if batch.union & Stage.MIN_P:
+            ops.mask_min_p_(scores, batch.real("log_min_p", rows))
+        noise = ops.negative_gumbel(batch.state.token_hashes, *batch.noise_keys(rows))
+        return scores.sub_(noise).argmax(-1)
+
+    def _draw_truncated(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
+        scores = logits / batch.real("temperature", rows)[:, None]
+        top_k, top_p = batch.integer("top_k", rows), batch.real("top_p", rows, torch.float64)
+        counts = batch.candidate_counts(rows)
+        for num_candidates in counts:
+            ids, kept, complete = ops.truncate(scores, top_k, top_p, num_candidates)
+            if num_candidates == counts[-1] or bool(complete.all()):
+                break
+        if batch.union & Stage.MIN_P:
+            ops.mask_min_p_(kept, batch.real("log_min_p", rows))
+        noise = ops.negative_gumbel(batch.state.token_hashes[ids], *batch.noise_keys(rows))
+        return ids.gather(1, kept.sub_(noise).argmax(-1, keepdim=True))[:, 0]
+
+
+class _Batch:
+    """A step's rows: which of them asked for what, and their parameters on the device.
+
+    Which rows take part in a stage is decided on the host. A stage that concerns the whole batch
+    works on its tensors directly; one that concerns some rows works on a copy of those.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        num_tokens: Sequence[int],
+        token_table: Tensor,
+        state: SamplingState,
+    ) -> None:
+        self.logits, self.token_table, self.state = logits, token_table, state
+        self.slots: Rows = np.asarray(slots, dtype=np.int64)
+        self.num_tokens: Rows = np.asarray(num_tokens, dtype=np.int64)
+        bans_over = self.num_tokens >= state.bans_until[self.slots]
+        self.stages: Rows = state.stages[self.slots] & ~(bans_over * int(Stage.BANS))
+        self.union = int(np.bitwise_or.reduce(self.stages, initial=0))
+
+    def rows(self, stages: Stage, wanted: Stage | None = None) -> Rows:
+        """Rows whose flags, of ``stages``, are ``wanted`` (by default all of them)."""
+        return np.flatnonzero((self.stages & stages) == (stages if wanted is None else wanted))
+
+    def take(self, tensor: Tensor, rows: Rows) -> Tensor:
+        """``tensor``'s rows: itself if they are all of the batch's, otherwise a copy."""
+        return tensor if rows.size == self.slots.size else tensor[self._on_device(rows)]
+
+    def put(self, tensor: Tensor, rows: Rows, values: Tensor) -> Tensor:
+        """``tensor`` with ``values`` in its ``rows``, in place unless they are all of them."""
+        if rows.size == self.slots.size:
+            return values
+        return tensor.index_copy_(0, self._on_device(rows), values)
+
+    def spread(self, some: TokenLogprobTensors, rows: Rows) -> TokenLogprobTensors:
+        """``some`` rows' log-probabilities as the whole batch's, zeros elsewhere."""
+
+        def whole(values: Tensor) -> Tensor:
+            return self.put(values.new_zeros(self.slots.size, *values.shape[1:]), rows, values)
+
+        return TokenLogprobTensors(
+            whole(some.logprobs),
+            whole(some.ranks),
+            whole(some.top_token_ids),
+            whole(some.top_logprobs),
+        )
+
+    def real(self, name: str, rows: Rows, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.take(self._reals, rows)[:, REALS.index(name)].to(dtype)
+
+    def integer(self, name: str, rows: Rows) -> Tensor:
+        return self.take(self._integers, rows)[:, INTEGERS.index(name)]
+
+    def noise_keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        return ops.row_keys(self.integer("seed", rows), self.take(self.device_num_tokens, rows))
+
+    def candidate_counts(self, rows: Rows) -> list[int]:
+        """How many of the likeliest tokens to look at: one guess after another, until enough.
+
+        An accelerator must not be asked whether a guess was enough, so it sorts all.
+        """
+        vocab_size = self.logits.shape[-1]
+        largest_k = int(self.state.top_k[self.slots[rows]].max())
+        if not (self.stages[rows] & Stage.TOP_P_ALONE).any():
+            return [largest_k]
+        if self.logits.device.type != "cpu":
+            return [vocab_size]
+        counts = [max(FEW_CANDIDATES, largest_k)]
+        while counts[-1] < vocab_size:
+            counts.append(8 * counts[-1])
+        return [min(count, vocab_size) for count in counts]
+
+    @cached_property
+    def device_slots(self) -> Tensor:
+        return self._on_device(self.slots)
+
+    @cached_property
+    def device_num_tokens(self) -> Tensor:
+        return self._on_device(self.num_tokens)
+
+    @cached_property
+    def _reals(self) -> Tensor:
+        return self.state.reals[self.device_slots]
+
+    @cached_property
+    def _integers(self) -> Tensor:
+        return self.state.integers[self.device_slots]
+
+    def _on_device(self, values: Rows) -> Tensor:
+        host = torch.from_numpy(values)
+        if self.logits.device.type == "cpu":
+            return host
+        # From pageable memory the copy would wait for the device.
+        return host.pin_memory().to(self.logits.device, non_blocking=True)
