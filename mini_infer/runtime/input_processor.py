@@ -27,10 +27,18 @@ class ProcessedRequest:
 
 
 class InputProcessor:
-    """Tokenises and validates requests against one engine's limits."""
+    """Tokenises and validates requests against one engine's limits.
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
-        self._config = config
+    ``num_kv_blocks`` is the pool's size as the executor measured it; None (and none in the
+    config) leaves the pool out of the checks.
+    """
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, num_kv_blocks: int | None = None
+    ) -> None:
+        self._max_model_len = config.max_model_len
+        num_kv_blocks = config.num_kv_blocks if num_kv_blocks is None else num_kv_blocks
+        self._pool = None if num_kv_blocks is None else num_kv_blocks * config.block_size
         self._tokenizer = tokenizer
         self._vocab_size = config.model_config.vocab_size
         eos_token_ids = set(config.model_config.eos_token_ids)
@@ -99,34 +107,28 @@ class InputProcessor:
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Output tokens allowed: as asked, else what is left of the context and the pool."""
-        limits = [(self._config.max_model_len, "the model's max_model_len")]
-        if self._config.num_kv_blocks is not None:
-            pool = self._config.num_kv_blocks * self._config.block_size
-            limits.append((pool, "the whole KV cache (raise --kv-cache-memory or --num-kv-blocks)"))
-        limit, name = min(limits)
-        if num_prompt_tokens >= limit:
+        room = self._max_model_len - num_prompt_tokens
+        limit = f"max_model_len ({self._max_model_len} tokens)"
+        # The last token of an output is never an input, so it needs no KV.
+        if self._pool is not None and self._pool - num_prompt_tokens + 1 < room:
+            room = self._pool - num_prompt_tokens + 1
+            limit = f"the KV cache ({self._pool} tokens; raise kv_cache_memory or num_kv_blocks)"
+        if room < 1:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an output "
-                f"within {limit} tokens, {name}: shorten it to at most {limit - 1}",
+                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an output in "
+                f"{limit}: shorten it by at least {1 - room} tokens",
                 "prompt",
             )
-        room = limit - num_prompt_tokens
-        if params.max_tokens is None:
-            if params.min_tokens > room:
-                raise PromptTooLongError(
-                    f"min_tokens ({params.min_tokens}) and the prompt's {num_prompt_tokens} tokens "
-                    f"exceed {limit} tokens, {name}: lower min_tokens to at most {room}",
-                    "min_tokens",
-                )
-            return room
-        if params.max_tokens > room:
+        name = "max_tokens" if params.max_tokens is not None else "min_tokens"
+        asked = params.min_tokens if params.max_tokens is None else params.max_tokens
+        if asked > room:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
-                f"{params.max_tokens}: together {num_prompt_tokens + params.max_tokens}, above "
-                f"{limit} tokens, {name}. Shorten the prompt or lower max_tokens to at most {room}",
-                "max_tokens",
+                f"the prompt has {num_prompt_tokens} tokens and {name} is {asked}: together "
+                f"{num_prompt_tokens + asked}, more than {limit}. Shorten the prompt or lower "
+                f"{name} to at most {room}",
+                name,
             )
-        return params.max_tokens
+        return room if params.max_tokens is None else params.max_tokens
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is spelled at the start of a text and after a space."""
