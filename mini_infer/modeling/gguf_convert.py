@@ -5,14 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from mini_infer.core.errors import WeightsError
+from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.gguf_file import GGUFFile
 from mini_infer.modeling.gguf_metadata import config_from_gguf
 from mini_infer.modeling.gguf_source import GGUFSource
 from mini_infer.modeling.gguf_tokenizer import build_tokenizer, generation_config, tokenizer_config
 from mini_infer.modeling.model_cache import write_folder_atomically
+from mini_infer.modeling.weights import checkpoint_shapes
 
 SHARD_BYTES = 256 * 2**20
 """Peak memory of a conversion is about two shards, or two of the largest tensor."""
@@ -31,28 +35,45 @@ def convert_gguf_to_folder(gguf: Path, folder: Path) -> Path:
     """
 
     def write(temporary: Path) -> None:
-        _write_config_and_tokenizer(GGUFFile(gguf), temporary)
-        _write_weights(GGUFSource(gguf), temporary, gguf.name)
+        config = _write_config_and_tokenizer(GGUFFile(gguf), temporary)
+        source = GGUFSource(gguf)
+        _check_shapes(gguf, source, checkpoint_shapes(ModelConfig.from_dict(config)))
+        _write_weights(source, temporary, gguf.name)
 
     return write_folder_atomically(folder, write)
 
 
 def write_config_folder(gguf: Path, folder: Path) -> Path:
     """Like ``convert_gguf_to_folder`` without weights: they are read from the GGUF itself."""
-    return write_folder_atomically(
-        folder, lambda temporary: _write_config_and_tokenizer(GGUFFile(gguf), temporary)
-    )
+
+    def write(temporary: Path) -> None:
+        _write_config_and_tokenizer(GGUFFile(gguf), temporary)
+
+    return write_folder_atomically(folder, write)
 
 
-def _write_config_and_tokenizer(file: GGUFFile, folder: Path) -> None:
-    _write_json(folder / "config.json", config_from_gguf(file))
+def _write_config_and_tokenizer(file: GGUFFile, folder: Path) -> dict[str, Any]:
+    config = config_from_gguf(file)
+    _write_json(folder / "config.json", config)
     build_tokenizer(file).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(file))
     _write_json(folder / "generation_config.json", generation_config(file))
+    return config
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_shapes(gguf: Path, source: GGUFSource, expected: dict[str, tuple[int, ...]]) -> None:
+    """A folder that is written must load: no tensor missing, surplus or misshapen."""
+    found = {name: source.shape(name) for name in source.names()}
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            raise WeightsError(
+                f"{gguf}: tensor {name} has shape {found.get(name, 'none')}, its metadata asks for "
+                f"{expected.get(name, 'none')}"
+            )
 
 
 def _plan_shards(source: GGUFSource) -> list[list[str]]:
@@ -85,7 +106,10 @@ def _write_weights(source: GGUFSource, folder: Path, label: str) -> None:
                 weight_map[name] = file_name
                 total_bytes += tensors[name].nbytes
                 progress.update()
-            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+            try:
+                save_file(tensors, folder / file_name, metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk, in safetensors' words
+                raise OSError(str(error)) from None
     if len(shards) > 1:
         _write_json(
             folder / "model.safetensors.index.json",

@@ -47,8 +47,16 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """The dictionary of a ``config.json`` that transformers loads too.
 
     Raises:
-        UnsupportedModelError: an architecture, or a variant of one, that is not supported.
+        UnsupportedModelError: an architecture, or a variant of one, that is not supported, or
+            metadata that makes no sense.
     """
+    try:
+        return _config(file)
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise UnsupportedModelError(f"{file.path}: malformed GGUF metadata: {error}") from None
+
+
+def _config(file: GGUFFile) -> dict[str, Any]:
     hf_class = gguf_architecture(file)
     arch = file.architecture
     hidden_size = uniform(file, f"{arch}.embedding_length")
@@ -59,6 +67,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             raise UnsupportedModelError(
                 f"{file.path}: {key} is {file.get(key)}, not the head size {head_dim}"
             )
+    if head_dim % 2:
+        raise UnsupportedModelError(
+            f"{file.path}: rotary embedding needs an even head size, not {head_dim}"
+        )
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError(f"{file.path} holds no token embedding (token_embd.weight)")
     max_position_embeddings = uniform(file, f"{arch}.context_length")
@@ -67,7 +79,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [hf_class],
         "model_type": arch,
-        "vocab_size": file.shape("token_embd.weight")[0],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": uniform(file, f"{arch}.feed_forward_length"),
         "num_hidden_layers": uniform(file, f"{arch}.block_count"),

@@ -63,7 +63,7 @@ class GGUFSource:
         return self._gguf_names.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.shape(self._gguf_name(name))
+        return self._file.tensors[self._gguf_name(name)].shape
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in float32, in memory of its own."""
@@ -100,5 +100,5 @@ def unpermute_rotary_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     Args:
         tensor: [num_heads * head_dim, ...], weight or bias.
     """
-    rows = tensor.unflatten(0, (num_heads, -1, 2))  # [num_heads, head_dim / 2, 2, ...]
+    rows = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])  # [num_heads, head_dim / 2, 2, ...]
     return rows.transpose(1, 2).reshape(tensor.shape)

@@ -1,16 +1,22 @@
 """The user's cache folder, and folders in it that exist only when they are complete."""
 
 import errno
+import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mini_infer.core.errors import InvalidConfigError
 
 CACHE_FORMAT = "v1"
 """Part of each path: raise it when what a conversion writes changes."""
+
+ABANDONED_AFTER = 24 * 3600.0
+"""Seconds."""
 
 
 def cache_folder() -> Path:
@@ -20,6 +26,32 @@ def cache_folder() -> Path:
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base).expanduser() / "mini-infer"
     return Path.home() / ".cache" / "mini-infer"
+
+
+@contextmanager
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A temporary folder in ``parent``, on whose file system renames are atomic; removed at exit.
+
+    What killed runs of the same name left behind is removed once it is a day old.
+
+    Raises:
+        InvalidConfigError: ``parent`` can't be written, or the disk is full.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for abandoned in parent.glob(f".{glob.escape(name)}.*"):
+            if time.time() - abandoned.stat().st_mtime > ABANDONED_AFTER:
+                shutil.rmtree(abandoned, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise InvalidConfigError(
+            f"can't write to {parent}: {error.strerror or error}; make room there, or name another "
+            "folder in the environment variable MINI_INFER_CACHE"
+        ) from None
 
 
 def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -33,26 +65,12 @@ def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> Path
     """
     if folder.exists():
         return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    with scratch_folder(folder.parent, folder.name) as scratch:
+        write(scratch)
+        scratch.chmod(0o755)
         try:
-            write(temporary)
-            temporary.chmod(0o755)
-            _rename_unless_taken(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        raise InvalidConfigError(
-            f"can't write {folder}: {error.strerror or error}; make room there, or name another "
-            "folder in the environment variable MINI_INFER_CACHE"
-        ) from None
+            scratch.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     return folder
-
-
-def _rename_unless_taken(temporary: Path, folder: Path) -> None:
-    try:
-        temporary.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise

