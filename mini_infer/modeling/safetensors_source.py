@@ -52,7 +52,9 @@ class SafetensorsSource:
                 for name in file.keys():  # noqa: SIM118 - a handle, not a mapping
                     if name in self._files:
                         other = self._files[name].name
-                        raise WeightsError(f"{name} is in both {other} and {path.name} of {path}")
+                        raise WeightsError(
+                            f"{name} is in both {other} and {path.name} of {path.parent}"
+                        )
                     self._files[name] = path
                     self._shapes[name] = tuple(file.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
