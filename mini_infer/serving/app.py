@@ -1,0 +1,147 @@
+"""The HTTP application: OpenAI's endpoints, health, metrics and the chat page."""
+
+import time
+from collections.abc import AsyncGenerator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from mini_infer import __version__
+from mini_infer.core.errors import EngineDeadError, ModelNotFoundError
+from mini_infer.runtime.async_engine import AsyncEngine, Prompt, run_off_loop
+from mini_infer.serving.answer import DeltaStream, Envelope, collect, events_of
+from mini_infer.serving.chat import ChatChunks, chat_answer, chat_prompt, text_length
+from mini_infer.serving.completions import CompletionFormat
+from mini_infer.serving.errors import install_error_handlers
+from mini_infer.serving.metrics import CONTENT_TYPE, EngineMetrics
+from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
+from mini_infer.serving.sse import EventStreamResponse, end_with_done, until_disconnect
+
+CLIENT_CLOSED_REQUEST = 499
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def create_app(engine: AsyncEngine) -> FastAPI:
+    """The application that serves one engine. The caller shuts the engine down."""
+    app = FastAPI(title="mini-infer", version=__version__)
+    install_error_handlers(app)
+    metrics = EngineMetrics(engine.config)
+    engine.events.subscribe(metrics.observe)
+    created = int(time.time())
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": engine.config.served_model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "mini-infer",
+            "root": engine.config.model,
+            "parent": None,
+            "max_model_len": engine.config.max_model_len,
+        }
+
+    def check_model(name: str | None) -> None:
+        served = engine.config.served_model_name
+        if name is not None and name != served:
+            raise ModelNotFoundError(
+                f"the model {name!r} does not exist; this server has {served!r}"
+            )
+
+    def admit(body: RequestBody) -> None:
+        check_model(body.model)
+        body.check()
+
+    def open_stream(prompts: dict[str, Prompt], body: Any) -> DeltaStream:
+        return engine.stream(
+            prompts,
+            body.sampling_params(),
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+        )
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        admit(body)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        envelope = Envelope("chatcmpl", kind, engine.config.served_model_name)
+        length = text_length(body.messages)
+        prompt = await run_off_loop(length, chat_prompt, engine.tokenizer, body)
+        stream = open_stream({envelope.response_id: prompt}, body)
+        if body.stream:
+            chunks = ChatChunks(envelope, body)
+            return await stream_response(
+                request, events_of(stream, chunks, envelope, body.include_usage)
+            )
+        outputs = await until_disconnect(request.receive, collect(stream))
+        return JSONResponse(chat_answer(envelope, body, outputs[envelope.response_id]))
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        admit(body)
+        envelope = Envelope("cmpl", "text_completion", engine.config.served_model_name)
+        prompts: dict[str, Prompt] = {
+            f"{envelope.response_id}-{row}": prompt for row, prompt in enumerate(body.prompts())
+        }
+        stream = open_stream(prompts, body)
+        formatter = CompletionFormat(envelope, body, engine.tokenizer, prompts)
+        if body.stream:
+            return await stream_response(
+                request, events_of(stream, formatter.chunks, envelope, body.include_usage)
+            )
+        outputs = await until_disconnect(request.receive, collect(stream))
+        return JSONResponse(formatter.answer(outputs))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card()]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        check_model(model)
+        return model_card()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if not engine.healthy:
+            raise EngineDeadError("the engine is not running; restart the server")
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(_page(), headers={"content-security-policy": PAGE_POLICY})
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    return app
+
+
+async def stream_response(request: Request, events: AsyncGenerator[str, None]) -> Response:
+    """Waits for the first event, so that what fails before it gets a status of its own."""
+    first = await until_disconnect(request.receive, _first(events))
+    return EventStreamResponse(end_with_done(first, events))
+
+
+async def _first(events: AsyncGenerator[str, None]) -> str:
+    return await anext(events)
+
+
+@cache
+def _page() -> str:
+    return (Path(__file__).parent / "static" / "index.html").read_text(encoding="utf-8")

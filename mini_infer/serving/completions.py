@@ -1,0 +1,109 @@
+"""POST /v1/completions: a batch of prompts, echo, and OpenAI's older shape of log-probabilities."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mini_infer.core.outputs import Logprob, RequestDelta, RequestOutput
+from mini_infer.serving.answer import Envelope, usage_of
+from mini_infer.serving.logprobs import CompletionLogprobs, joined, no_logprobs, prompt_logprobs
+from mini_infer.serving.schema import CompletionRequest
+
+if TYPE_CHECKING:
+    from mini_infer.runtime.tokenizer import Tokenizer
+
+
+class CompletionFormat:
+    """Formats the deltas or outputs of a batch. Choice ``i`` of prompt ``p`` has index
+    ``p * n + i``."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        body: CompletionRequest,
+        tokenizer: "Tokenizer",
+        prompts: Mapping[str, str | Sequence[int]],
+    ) -> None:
+        self._envelope = envelope
+        self._body = body
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._rows = {request_id: row for row, request_id in enumerate(prompts)}
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._prompt_logprobs: dict[str, list[dict[int, Logprob] | None] | None] = {}
+
+    def chunks(self, delta: RequestDelta) -> Iterator[str]:
+        """The chunks of a streamed answer that one delta becomes."""
+        index = self._index(delta.request_id, delta.index)
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[delta.request_id] = delta.prompt_logprobs
+        first = index not in self._logprobs
+        if delta.text or delta.logprobs or (first and self._body.echo):
+            text, logprobs = self._piece(delta.request_id, index, delta.text, delta.logprobs)
+            fields: dict[str, Any] = {}
+            if first and self._body.prompt_logprobs is not None:
+                fields["prompt_logprobs"] = prompt_logprobs(
+                    self._prompt_logprobs.get(delta.request_id)
+                )
+            yield self._envelope.event(_choice(index, text, logprobs, **fields))
+        if delta.finish_reason is not None:
+            yield self._envelope.event(
+                _choice(
+                    index,
+                    "",
+                    None,
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                )
+            )
+
+    def answer(self, outputs: Mapping[str, RequestOutput]) -> dict[str, Any]:
+        """The whole answer of a request that isn't streamed."""
+        choices = []
+        for request_id in self._prompts:
+            output = outputs[request_id]
+            self._prompt_logprobs[request_id] = output.prompt_logprobs
+            fields: dict[str, Any] = {}
+            if self._body.prompt_logprobs is not None:
+                fields["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            for choice in output.outputs:
+                index = self._index(request_id, choice.index)
+                text, logprobs = self._piece(request_id, index, choice.text, choice.logprobs or ())
+                fields |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                choices.append(_choice(index, text, logprobs, **fields))
+        return {
+            **self._envelope.fields,
+            "choices": choices,
+            "usage": usage_of(outputs.values()),
+        }
+
+    def _index(self, request_id: str, choice: int) -> int:
+        return self._rows[request_id] * (self._body.n or 1) + choice
+
+    def _piece(
+        self,
+        request_id: str,
+        index: int,
+        text: str,
+        logprobs: Sequence[dict[int, Logprob]],
+    ) -> tuple[str, dict[str, Any] | None]:
+        """New text and log-probabilities of a choice, its first ones after the echoed prompt."""
+        first = index not in self._logprobs
+        counter = self._logprobs.setdefault(index, CompletionLogprobs())
+        echoed = self._echoed_text(request_id) if first and self._body.echo else ""
+        if self._body.logprobs is None:
+            return echoed + text, None
+        positions = self._prompt_logprobs.get(request_id)
+        before = no_logprobs()
+        if echoed and positions:
+            before = counter.echo(echoed, positions, self._body.logprobs)
+        return echoed + text, joined(before, counter.add(logprobs, self._body.logprobs))
+
+    def _echoed_text(self, request_id: str) -> str:
+        prompt = self._prompts[request_id]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, **fields: Any
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, **fields}

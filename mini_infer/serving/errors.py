@@ -1,0 +1,94 @@
+"""OpenAI's error object, for everything that can go wrong with a request."""
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from mini_infer.core.errors import InvalidRequestError, MiniInferError, ModelNotFoundError
+from mini_infer.core.outputs import RequestDelta
+
+TYPES = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
+}
+
+
+class GenerationError(MiniInferError):
+    """The engine gave a request up that it had accepted."""
+
+
+def raise_for_failure(delta: RequestDelta) -> None:
+    """Raises GenerationError if the engine, not the request, is why the choice ended."""
+    if delta.finish_reason == "error":
+        raise GenerationError(f"the engine failed on this request: {delta.stop_reason}")
+    if delta.finish_reason == "abort":
+        raise GenerationError("the request was aborted by the server")
+
+
+def error_object(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of an error's answer, and of the last event of a stream that failed."""
+    kind = TYPES.get(
+        HTTPStatus(status), "server_error" if status >= 500 else "invalid_request_error"
+    )
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def to_error_object(error: MiniInferError) -> dict[str, Any]:
+    """The error object of a typed error."""
+    if isinstance(error, ModelNotFoundError):
+        return error_object(str(error), error.status, "model", "model_not_found")
+    param = error.param if isinstance(error, InvalidRequestError) else None
+    return error_object(str(error), error.status, param)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Makes every failure of ``app`` an OpenAI error object, without a traceback."""
+
+    @app.exception_handler(MiniInferError)
+    async def on_typed_error(request: Request, error: MiniInferError) -> JSONResponse:
+        return JSONResponse(to_error_object(error), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, param = _explain(error.errors())
+        return JSONResponse(error_object(message, HTTPStatus.BAD_REQUEST, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+            message = f"{message}: {request.method} {request.url.path}"
+        body = error_object(message, error.status_code)
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def on_fault(request: Request, error: Exception) -> JSONResponse:
+        # The server's log has the traceback.
+        return JSONResponse(error_object("internal error; see the server's log", 500), 500)
+
+
+def _explain(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """One sentence and the field's name for pydantic's list of errors, which repeats a field once
+    for every type of a union."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not valid JSON: {first['ctx']['error']}", None
+    path = [str(part) for part in first["loc"][1:2]]
+    if not path:
+        return (
+            "the body must be a JSON object, sent with the header Content-Type: application/json",
+            None,
+        )
+    name = path[0]
+    if first["type"] == "missing":
+        return f"{name} is required", name
+    reasons = dict.fromkeys(item["msg"] for item in errors if item["loc"][1:2] == (name,))
+    return f"{name}: {', or: '.join(reasons)}", name

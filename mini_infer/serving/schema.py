@@ -1,0 +1,233 @@
+"""What the API accepts, with OpenAI's names, and vLLM's for what OpenAI lacks.
+
+A field that is accepted is honoured. One that mini-infer knows and can't honour is refused, unless
+it holds a value that asks for nothing. Fields that nobody knows are ignored, as OpenAI does.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mini_infer.core.errors import InvalidRequestError
+from mini_infer.core.sampling_params import MAX_LOGPROBS, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields that can't be honoured, each with the values (besides null) that ask for nothing."""
+
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+)
+"""Fields that go to ``SamplingParams`` as they are; null means its default."""
+
+
+class StreamOptions(BaseModel):
+    """How a stream reports its usage."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    """A last chunk without choices that holds the usage."""
+
+
+class RequestBody(BaseModel):
+    """The fields that chat and plain completions share."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for a field, or a combination, that can't be honoured."""
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED and value is not None and value not in REFUSED[name]:
+                raise InvalidRequestError(
+                    f"{name} is not supported by mini-infer; leave it out", name
+                )
+        if self.stream_options and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only allowed together with stream: true", "stream_options"
+            )
+
+    def _sampling_params(self, **fields: Any) -> SamplingParams:
+        for name in SAMPLING_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value
+        return SamplingParams(logit_bias=_logit_bias(self.logit_bias or {}), **fields)
+
+
+class ChatCompletionRequest(RequestBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of ``max_tokens``; wins over it. Neither: the rest of the context."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.model_extra or {}).get("echo"):
+            raise InvalidRequestError("echo is only supported by /v1/completions", "echo")
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise InvalidRequestError(
+                    f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}",
+                    "top_logprobs",
+                )
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError for a value out of range."""
+        name, max_tokens = "max_tokens", self.max_tokens
+        if self.max_completion_tokens is not None:
+            name, max_tokens = "max_completion_tokens", self.max_completion_tokens
+        if max_tokens is not None and max_tokens < 1:
+            raise InvalidRequestError(f"{name} must be 1 or more, got {max_tokens}", name)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling_params(max_tokens=max_tokens, logprobs=logprobs)
+
+
+class CompletionRequest(RequestBody):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[Any] = Field(
+        description="A string, a list of strings, a list of token ids, or a list of such lists."
+    )
+    echo: bool = False
+    """Put the prompt before each choice's text."""
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError(
+                "best_of is only supported where it equals n; leave it out", "best_of"
+            )
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError for a value out of range."""
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        params = self._sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+        if self.echo and params.logprobs is not None and params.prompt_logprobs is None:
+            # The prompt's log-probabilities are part of the echo.
+            return dataclasses.replace(params, prompt_logprobs=params.logprobs)
+        return params
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of the batch.
+
+        Raises:
+            InvalidRequestError: ``prompt`` is empty or has none of the four shapes.
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequestError("prompt is an empty list; give at least one", "prompt")
+        if all(_is_token_id(item) for item in self.prompt):
+            return [self.prompt]
+        if all(isinstance(item, str) for item in self.prompt) or all(
+            isinstance(item, list) and all(_is_token_id(token_id) for token_id in item)
+            for item in self.prompt
+        ):
+            return self.prompt
+        raise InvalidRequestError(
+            "prompt must be a string, a list of strings, a list of token ids, "
+            "or a list of lists of token ids",
+            "prompt",
+        )
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in biases.items()}
+    except ValueError:
+        raise InvalidRequestError(
+            'logit_bias must map token ids to numbers, like {"50256": -100}', "logit_bias"
+        ) from None

@@ -1,0 +1,97 @@
+"""Runs the application until a signal: socket first, engine's end last."""
+
+import socket
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from mini_infer.core.errors import InvalidConfigError
+
+try:
+    import uvicorn
+
+    from mini_infer.serving.app import create_app
+except ImportError as error:
+    raise InvalidConfigError(
+        f"the server needs the package {error.name}: pip install 'mini-infer[serve]'"
+    ) from None
+
+from mini_infer.runtime.async_engine import AsyncEngine
+
+if TYPE_CHECKING:
+    from mini_infer.runtime.engine import LLMEngine
+
+BACKLOG = 2048
+SHUTDOWN_GRACE = 5
+"""Seconds that running requests may still take after the first signal; a second one ends them."""
+
+
+def run_server(engine: "LLMEngine", host: str, port: int) -> None:
+    """Serves ``engine`` on ``host:port`` until SIGINT or SIGTERM, then shuts it down.
+
+    Port 0 takes a free one. Prints one line with the URL when requests can be sent.
+
+    Raises:
+        InvalidConfigError: the address can't be listened on.
+    """
+    async_engine = AsyncEngine(engine)
+    try:
+        with bind(host, port) as listener:
+            config = uvicorn.Config(
+                create_app(async_engine),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=SHUTDOWN_GRACE,
+            )
+            url = _url(host, listener.getsockname()[1])
+            _Server(config, f"{engine.config.served_model_name} is served at {url}").run([listener])
+    finally:
+        async_engine.shutdown()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to the address.
+
+    Raises:
+        InvalidConfigError: the port is in use or not allowed, or the host is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidConfigError(f"can't listen on --host {host}: {error.strerror}") from None
+    try:
+        # Without it a restart would have to wait for the old connections' end.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Two servers may bind one port with SO_REUSEADDR, but only one may listen on it.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise InvalidConfigError(
+            f"can't listen on {host} port {port}: {error.strerror}; choose another with --port"
+        ) from None
+    return listener
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Says when it is ready, and returns after a signal instead of raising it again."""
+
+    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
+        super().__init__(config)
+        self._announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._announcement, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
