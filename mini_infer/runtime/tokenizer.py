@@ -127,10 +127,10 @@ class HFTokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise UnsupportedModelError(f"{path} can't be read: {error}") from None
-        config = {
-            **_read_json(folder / "special_tokens_map.json"),
-            **_read_json(folder / "tokenizer_config.json"),
-        }
+        config = _read_json(folder / "special_tokens_map.json")
+        for name, value in _read_json(folder / "tokenizer_config.json").items():
+            if value is not None:
+                config[name] = value
         return cls(backend, config, load_chat_templates(folder, config))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -1,5 +1,6 @@
 """Stop strings over pieces of text: nothing of them leaks, nothing else is lost or repeated."""
 
+import itertools
 import sys
 
 import pytest
@@ -118,7 +119,7 @@ def test_pieces_do_not_matter(text: str, stops: list[str], cuts: list[int], incl
         stop = stops[order]
         expected = text[:end] if include else text[: end - len(stop)]
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     shown, matcher = run(stops, pieces, include)
     assert "".join(shown) == expected
     assert matcher.matched == stop
