@@ -3,22 +3,18 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import click
 
 from mini_infer.cli.options import given, with_engine_options
 from mini_infer.cli.sampling import sampling_params, with_sampling_options
 from mini_infer.core.errors import MiniInferError
+from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from mini_infer.core.outputs import RequestDelta
 
 HELP = """\
 /reset  forget the conversation
@@ -31,8 +27,8 @@ class ChatModel(Protocol):
     """The part of ``LLM`` that a chat needs."""
 
     def stream_chat(
-        self, messages: list[dict[str, str]], params: SamplingParams
-    ) -> "Generator[RequestDelta, None, None]": ...
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> Generator[RequestDelta, None, None]: ...
 
 
 class Interrupt:
@@ -137,7 +133,7 @@ class ChatSession:
                             break
             except MiniInferError as error:
                 self.exit_code = error.exit_code
-                say(f"error: {error} (/reset starts a new conversation)")
+                click.echo(f"error: {error} (/reset starts a new conversation)", err=True)
         if text:
             click.echo()
             self.messages = [*messages, {"role": "assistant", "content": text}]

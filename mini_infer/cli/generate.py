@@ -55,7 +55,7 @@ def generate(
     if len(texts) == 1 and n == 1 and not json_lines:
         stream(llm, texts[0], params)
         return
-    for output in llm.generate(texts, params):
+    for output in llm.generate(texts, params, use_tqdm=sys.stderr.isatty()):
         if json_lines:
             click.echo(as_json(output))
             continue

@@ -61,9 +61,11 @@ def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> i
     """
     try:
         result = command.main(arguments, prog_name=name, standalone_mode=False)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.ClickException as error:
+        return fail(usage_message(error, name), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
@@ -82,6 +84,14 @@ def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> i
             1,
         )
     return result if isinstance(result, int) else 0
+
+
+def usage_message(error: click.ClickException, name: str) -> str:
+    """Click's message, and where to read on."""
+    if not isinstance(error, click.UsageError):
+        return error.format_message()
+    path = error.ctx.command_path if error.ctx else name
+    return f"{error.format_message().rstrip('.')}; {path} --help shows what there is"
 
 
 def missing_package(error: ModuleNotFoundError) -> str:

@@ -1,6 +1,5 @@
 """Engine options of the command line, generated from ``EngineConfig``: one source of truth."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -9,7 +8,6 @@ import click
 from mini_infer.core.engine_config import AUTO, engine_options
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 class AutoChoice(click.ParamType[str]):
@@ -31,29 +29,20 @@ class AutoChoice(click.ParamType[str]):
 
 
 class AutoInteger(click.ParamType[int | str]):
-    """A whole number, or ``auto``. With ``units`` also an amount of memory: 512MiB, 2GiB, 4GB."""
+    """A whole number, or ``auto``."""
 
     name = "integer"
-
-    def __init__(self, units: bool = False) -> None:
-        self.units = units
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return "BYTES" if self.units else "INTEGER"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | str:
-        text = str(value).strip()
-        if text == AUTO:
+        if value == AUTO:
             return AUTO
-        if re.fullmatch(r"[+-]?\d+", text):
-            return int(text)
-        amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", text.lower())
-        if self.units and amount:
-            return int(float(amount[1]) * UNITS[amount[2]])
-        wanted = "an amount of memory such as 512MiB or 2GiB" if self.units else "a whole number"
-        raise click.BadParameter(f"{value!r} is not {wanted} (or {AUTO})", ctx, param)
+        try:
+            return int(value)
+        except ValueError:
+            message = f"{value!r} is not a whole number (or {AUTO})"
+            raise click.BadParameter(message, ctx, param) from None
 
 
 def engine_option(name: str, metadata: Mapping[str, Any]) -> Callable[[Function], Function]:
@@ -70,9 +59,9 @@ def engine_option(name: str, metadata: Mapping[str, Any]) -> Callable[[Function]
     value_type: click.ParamType[Any]
     if choices:
         value_type = AutoChoice(choices)
-    elif kind is int:
-        value_type = AutoInteger(units=name.endswith("_memory"))
-    else:
+    elif kind is int and not name.endswith("_memory"):
+        value_type = AutoInteger()
+    else:  # the engine's resolver reads an amount of memory, such as 2GiB
         value_type = click.STRING
     shown = "" if default is None else f" [default: {default}]"
     return click.option(flag, name, type=value_type, default=None, help=text + shown)
