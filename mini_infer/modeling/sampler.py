@@ -19,6 +19,7 @@ from mini_infer.modeling.sampling_state import (
     ANY_TOKEN,
     EDITS,
     INTEGERS,
+    NO_LOGPROBS,
     REALS,
     SamplingState,
     Stage,
@@ -26,6 +27,10 @@ from mini_infer.modeling.sampling_state import (
 
 FEW_CANDIDATES = 256
 """Top-p usually keeps fewer tokens than this; on a CPU finding them costs a tenth of a sort."""
+
+CACHED_LOGITS = 2**19
+"""Logits that a CPU samples together. The draw makes some twenty passes over temporaries, which
+are several times slower from main memory than from a cache."""
 
 Rows = NDArray[np.int64]
 
@@ -53,16 +58,36 @@ class SampleResult:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobTensors:
-    """Log-probabilities of ``token_ids [R]`` under raw ``logits [R, V]``; also a prompt's, with
-    ``token_ids`` the prompt tokens that each row predicts."""
+    """Log-probabilities of ``token_ids [R]`` under raw ``logits [R, V]``, with the ``num_top``
+    likeliest beside them. For a prompt's, ``token_ids`` are the tokens that its rows predict."""
     logprobs = logits.float().log_softmax(-1)
+    token_ids = token_ids.long()
     chosen = logprobs.gather(1, token_ids[:, None])
     top_ids = ops.top_tokens(logprobs, min(num_top, logits.shape[-1]))
     ranks = (logprobs > chosen).sum(-1) + 1
     return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
 
-prompt_logprobs = token_logprobs
+def rows_at_once(logits: Tensor) -> int:
+    """Rows of ``logits [R, V]`` to sample together: on a CPU, what its cache holds."""
+    num_rows, vocab_size = logits.shape
+    return num_rows if logits.device.type != "cpu" else max(1, CACHED_LOGITS // vocab_size)
+
+
+def _concatenated(parts: list[SampleResult]) -> SampleResult:
+    token_ids = torch.cat([part.token_ids for part in parts])
+    logprobs = [part.logprobs for part in parts if part.logprobs]
+    if not logprobs:
+        return SampleResult(token_ids)
+    return SampleResult(
+        token_ids,
+        TokenLogprobTensors(
+            torch.cat([part.logprobs for part in logprobs]),
+            torch.cat([part.ranks for part in logprobs]),
+            torch.cat([part.top_token_ids for part in logprobs]),
+            torch.cat([part.top_logprobs for part in logprobs]),
+        ),
+    )
 
 
 class Sampler:
@@ -93,13 +118,21 @@ class Sampler:
             Ids in ``[0, V)``, always: a row of only -inf gives token 0, and NaN counts as the
             largest logit. Log-probabilities are those of the raw logits.
         """
-        batch = _Batch(logits, slots, num_tokens, token_table, state)
+        num_top = int(state.num_logprobs[np.asarray(slots)].max())
+        at_once = rows_at_once(logits)
+        parts = []
+        for first in range(0, len(slots), at_once):
+            some = slice(first, first + at_once)
+            batch = _Batch(logits[some], slots[some], num_tokens[some], token_table, state)
+            parts.append(self._sample(batch, num_top))
+        return parts[0] if len(parts) == 1 else _concatenated(parts)
+
+    def _sample(self, batch: "_Batch", num_top: int) -> SampleResult:
         token_ids = self._draw(batch, self._edit(batch))
-        rows = batch.rows(Stage.LOGPROBS)
-        if not rows.size:
+        if num_top == NO_LOGPROBS:
             return SampleResult(token_ids)
-        num_top = int(state.num_logprobs[batch.slots[rows]].max())
-        some = token_logprobs(batch.take(logits, rows), batch.take(token_ids, rows), num_top)
+        rows = batch.rows(Stage.LOGPROBS)
+        some = token_logprobs(batch.take(batch.logits, rows), batch.take(token_ids, rows), num_top)
         return SampleResult(token_ids, batch.spread(some, rows))
 
     def _edit(self, batch: "_Batch") -> Tensor:

@@ -19,6 +19,8 @@ GREEDY_TEMPERATURE = 1e-5
 ANY_TOKEN = -1
 """In a ban's prefix: matches whatever stands there."""
 FOREVER = 2**31 - 1
+NO_LOGPROBS = -1
+"""Host mirror of ``logprobs=None``; 0 asks for the sampled token's only."""
 
 
 REALS = ("temperature", "top_p", "log_min_p", "repetition", "presence", "frequency")
@@ -98,7 +100,7 @@ class SamplingState:
 
         self.stages = np.zeros(num_slots, dtype=np.int64)
         self.top_k = np.zeros(num_slots, dtype=np.int64)
-        self.num_logprobs = np.zeros(num_slots, dtype=np.int64)
+        self.num_logprobs = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
         self.bans_until = np.zeros(num_slots, dtype=np.int64)
 
     def admit(self, admission: Admission) -> None:
@@ -107,7 +109,7 @@ class SamplingState:
         stages = stages_of(admission, self.vocab_size)
         self.stages[slot] = stages
         self.top_k[slot] = top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-        self.num_logprobs[slot] = params.logprobs or 0
+        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         reals = {
             "temperature": params.temperature,
             "top_p": params.top_p if params.top_p < 1.0 else float("inf"),
