@@ -195,7 +195,7 @@ def test_in_a_terminal() -> None:
             wait_for(terminal, b". ")
             process.send_signal(signal.SIGINT)
             wait_for(terminal, b">>> ")
-            process.send_signal(signal.SIGINT)
+            os.write(terminal, b"/exit\n")
             assert process.wait(30) == 0
         finally:
             process.kill()

@@ -1,0 +1,93 @@
+"""``mini-infer serve``: checks before it loads, answers without torch, ends when told."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_infer.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+# Prints the heavy modules that were imported when the server ends.
+PROGRAM = """
+import sys
+from mini_infer.cli.main import serve_main
+code = serve_main()
+print([m for m in ("torch", "transformers", "numpy") if m in sys.modules])
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_port_in_use_is_found_before_the_model(
+    taken_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", "/no/such/model", "--port", str(taken_port)]) == 2
+    error = capsys.readouterr().err
+    assert f"port {taken_port}" in error
+    assert "--port" in error
+    assert "/no/such/model" not in error
+
+
+def test_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--host", "256.0.0.1"]) == 2
+    assert "256.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--model", "/no/such/model"], ["--dry-run", "--block-size", "0"]]
+)
+def test_what_the_engine_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        result: dict[str, Any] = json.load(answer)
+        return result
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_dry_run_serves_without_torch_and_ends_on_a_signal(ending: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "--dry-run", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            url = process.stdout.readline().split()[-1]
+            answer = post(
+                f"{url}/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5},
+            )
+            assert answer["usage"]["completion_tokens"] == 5
+            process.send_signal(ending)
+            assert process.wait(30) == 0
+            assert process.stdout.read().splitlines() == ["[]"]
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
