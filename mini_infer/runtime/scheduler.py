@@ -38,6 +38,8 @@ class _Plan:
     requests: list[Request] = field(default_factory=list)
     starved: bool = False
     """A running request got no block, so nobody new is let in."""
+    held_back: set[str] = field(default_factory=set)
+    """In flight, so not to be preempted now; left out of this step, to be preempted next time."""
 
 
 class Scheduler:
@@ -125,6 +127,7 @@ class Scheduler:
         if not self._requests:
             return None
         plan = _Plan(budget=self.config.max_num_batched_tokens)
+        self._displace(plan)
         for state in (RequestState.DECODING, RequestState.PREFILLING):
             self._schedule_running(plan, state)
         self._admit_from_outside(plan)
@@ -168,8 +171,8 @@ class Scheduler:
 
     def _schedule_running(self, plan: _Plan, state: RequestState) -> None:
         for request in self._queues.running(state):
-            if request.state is not state:  # preempted for one before it
-                continue
+            if request.state is not state or request.request_id in plan.held_back:
+                continue  # it gave its place to one before it
             num_new_tokens = self._chunk_size(plan, request)
             if num_new_tokens == 0:
                 continue
@@ -193,22 +196,39 @@ class Scheduler:
     def _allocate_or_preempt(
         self, plan: _Plan, request: Request, num_new_tokens: int
     ) -> list[int] | None:
+        rank = self.policy.key(request)
         while (blocks := self.cache.allocate(request, num_new_tokens)) is None:
-            rank = self.policy.key(request)
-            candidates = [c for c in self._idle(plan) if self.policy.key(c) > rank]
-            if not candidates:
+            candidates = [c for c in self._unplanned(plan) if self.policy.key(c) > rank]
+            if not self._take_place(plan, candidates):
                 return None
-            self._preempt(self.policy.choose_victim(candidates))
         return blocks
 
-    def _idle(self, plan: _Plan) -> list[Request]:
-        """Running requests that no step in flight, nor the planned one, touches."""
-        planned = {request.request_id for request in plan.requests}
+    def _displace(self, plan: _Plan) -> None:
+        """Lets the first who waits take the place of running requests, where the policy says so."""
+        while (request := self._queues.next_outside()) is not None:
+            candidates = [c for c in self._unplanned(plan) if self.policy.may_displace(request, c)]
+            if not candidates or self._has_room(request, self.cache.match_prefix(request)):
+                return
+            if not self._take_place(plan, candidates):
+                return
+
+    def _take_place(self, plan: _Plan, candidates: list[Request]) -> bool:
+        """Preempts an idle candidate; where all are in flight, sees to it that one soon isn't."""
+        idle = [request for request in candidates if request.num_in_flight_steps == 0]
+        if idle:
+            self._preempt(self.policy.choose_victim(idle))
+        elif candidates:
+            plan.held_back.add(self.policy.choose_victim(candidates).request_id)
+        return bool(idle)
+
+    def _unplanned(self, plan: _Plan) -> list[Request]:
+        """Running requests that the planned step does not touch."""
+        taken = plan.held_back | {request.request_id for request in plan.requests}
         return [
             request
             for state in (RequestState.PREFILLING, RequestState.DECODING)
             for request in self._queues.running(state)
-            if request.num_in_flight_steps == 0 and request.request_id not in planned
+            if request.request_id not in taken
         ]
 
     def _preempt(self, request: Request) -> None:
@@ -226,12 +246,8 @@ class Scheduler:
             if request is None:
                 return
             prefix = self.cache.match_prefix(request)
-            while not self._has_room(request, prefix):
-                victims = [c for c in self._idle(plan) if self.policy.may_displace(request, c)]
-                if not victims:
-                    return
-                self._preempt(self.policy.choose_victim(victims))
-                prefix = self.cache.match_prefix(request)
+            if not self._has_room(request, prefix):
+                return
             request.num_computed_tokens = prefix.num_tokens
             num_new_tokens = self._chunk_size(plan, request)
             if num_new_tokens == 0:
