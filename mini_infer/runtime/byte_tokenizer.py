@@ -60,6 +60,7 @@ class ByteTokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,

@@ -58,6 +58,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,
@@ -173,6 +174,7 @@ class HFTokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         **kwargs: Any,

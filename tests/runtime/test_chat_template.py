@@ -196,6 +196,21 @@ def test_template_files_beat_the_config(tmp_path: Path) -> None:
     assert load_chat_templates(tmp_path, config)["tool_use"] == "tools"
 
 
+def test_variables_of_any_name_reach_the_template_and_none_replaces_the_messages(
+    tmp_path: Path,
+) -> None:
+    source = "{{ messages[0].content }} {{ self_ }} {{ x }}"
+    tokenizer = HFTokenizer.from_folder(make_folder(tmp_path, {"chat_template": source}))
+    variables = {"self": 1, "messages": [], "self_": 2, "x": "X"}
+    assert tokenizer.apply_chat_template([USER], **variables) == f"{USER['content']} 2 X"
+    assert USER["content"] in ByteTokenizer().apply_chat_template([USER], **variables)
+
+
+def test_templates_by_name_in_an_object(tmp_path: Path) -> None:
+    config = {"chat_template": {"default": "a", "tool_use": "b"}}
+    assert load_chat_templates(tmp_path, config) == config["chat_template"]
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_malformed_template_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "chat_template.json").write_text(content)
