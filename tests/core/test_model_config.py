@@ -1,0 +1,96 @@
+"""config.json in all its dialects."""
+
+import pytest
+
+from mini_infer.core.errors import UnsupportedModelError
+from mini_infer.core.model_config import ModelConfig
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def config_of(**fields: object) -> ModelConfig:
+    return ModelConfig.from_dict(BASE | fields)
+
+
+def test_head_dim_defaults_to_hidden_over_heads_and_can_stand_apart() -> None:
+    assert config_of().head_dim == 8
+    assert config_of(head_dim=32).head_dim == 32
+
+
+def test_kv_heads_default_to_heads() -> None:
+    assert config_of(num_key_value_heads=None).num_kv_heads == 8
+
+
+def test_old_and_new_spelling_of_rotary_scaling_agree() -> None:
+    old = config_of(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    new = config_of(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    assert old.rope == new.rope
+    assert old.rope.theta == 5e5
+    assert old.rope.factor == 2.0
+
+
+def test_qwen2_has_qkv_biases_without_saying_so() -> None:
+    assert config_of(architectures=["Qwen2ForCausalLM"]).attention_bias
+    assert not config_of().attention_bias
+
+
+def test_eos_ids_of_both_files_are_merged() -> None:
+    config = ModelConfig.from_dict(BASE | {"eos_token_id": 2}, {"eos_token_id": [2, 7]})
+    assert config.eos_token_ids == (2, 7)
+
+
+def test_qwen_uses_its_window_only_when_switched_on() -> None:
+    fields = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 2}
+    assert config_of(**fields).sliding_window is None
+    switched_on = config_of(**fields, use_sliding_window=True)
+    assert [switched_on.layer_sliding_window(i) for i in range(4)] == [None, None, 32, 32]
+
+
+def test_layer_types_say_which_layers_slide() -> None:
+    kinds = ["full_attention", "sliding_attention"] * 2
+    config = config_of(sliding_window=16, layer_types=kinds)
+    assert [config.layer_sliding_window(i) for i in range(4)] == [None, 16, None, 16]
+
+
+def test_a_window_that_no_layer_uses_is_none() -> None:
+    config = config_of(sliding_window=16, layer_types=["full_attention"] * 4)
+    assert config.sliding_window is None
+    assert config.sliding_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": []}, "architectures"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"vocab_size": "many"}, "malformed"),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_the_reason(
+    fields: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        config_of(**fields)
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"]
+)
+def test_a_missing_field_is_named(name: str) -> None:
+    config = {key: value for key, value in BASE.items() if key != name}
+    with pytest.raises(UnsupportedModelError, match=name):
+        ModelConfig.from_dict(config)
