@@ -14,9 +14,13 @@ DeltaStream = AsyncGenerator[list[RequestDelta], None]
 
 
 class Envelope:
-    """The fields that every chunk of an answer repeats, serialised once."""
+    """The fields that every chunk of an answer repeats, serialised once.
 
-    def __init__(self, prefix: str, kind: str, model: str) -> None:
+    With ``include_usage`` each chunk but the last has a usage of null, as OpenAI's have.
+    """
+
+    def __init__(self, prefix: str, kind: str, model: str, include_usage: bool) -> None:
+        self.include_usage = include_usage
         self.response_id = f"{prefix}-{uuid.uuid4().hex}"
         self.fields: dict[str, Any] = {
             "id": self.response_id,
@@ -25,9 +29,10 @@ class Envelope:
             "model": model,
         }
         self._head = f'data: {to_json(self.fields)[:-1]},"choices":['
+        self._tail = '],"usage":null}\n\n' if include_usage else "]}\n\n"
 
     def event(self, choice: dict[str, Any]) -> str:
-        return f"{self._head}{to_json(choice)}]}}\n\n"
+        return f"{self._head}{to_json(choice)}{self._tail}"
 
     def usage_event(self, usage: dict[str, Any]) -> str:
         return f'{self._head}],"usage":{to_json(usage)}}}\n\n'
@@ -53,7 +58,6 @@ async def events_of(
     stream: DeltaStream,
     format_delta: Callable[[RequestDelta], Iterable[str]],
     envelope: Envelope,
-    include_usage: bool,
 ) -> AsyncGenerator[str, None]:
     """The events of a stream: one string for all deltas that were there, then the usage.
 
@@ -71,7 +75,7 @@ async def events_of(
                     outputs.append(delta.output)
             if events:
                 yield "".join(events)
-    if include_usage:
+    if envelope.include_usage:
         yield envelope.usage_event(usage_of(outputs))
 
 

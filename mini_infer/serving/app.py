@@ -70,31 +70,29 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         admit(body)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        envelope = Envelope("chatcmpl", kind, engine.config.served_model_name)
+        envelope = Envelope("chatcmpl", kind, engine.config.served_model_name, body.include_usage)
         length = text_length(body.messages)
         prompt = await run_off_loop(length, chat_prompt, engine.tokenizer, body)
         stream = open_stream({envelope.response_id: prompt}, body)
         if body.stream:
             chunks = ChatChunks(envelope, body)
-            return await stream_response(
-                request, events_of(stream, chunks, envelope, body.include_usage)
-            )
+            return await stream_response(request, events_of(stream, chunks, envelope))
         outputs = await until_disconnect(request.receive, collect(stream))
         return JSONResponse(chat_answer(envelope, body, outputs[envelope.response_id]))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         admit(body)
-        envelope = Envelope("cmpl", "text_completion", engine.config.served_model_name)
+        envelope = Envelope(
+            "cmpl", "text_completion", engine.config.served_model_name, body.include_usage
+        )
         prompts: dict[str, Prompt] = {
             f"{envelope.response_id}-{row}": prompt for row, prompt in enumerate(body.prompts())
         }
         stream = open_stream(prompts, body)
         formatter = CompletionFormat(envelope, body, engine.tokenizer, prompts)
         if body.stream:
-            return await stream_response(
-                request, events_of(stream, formatter.chunks, envelope, body.include_usage)
-            )
+            return await stream_response(request, events_of(stream, formatter.chunks, envelope))
         outputs = await until_disconnect(request.receive, collect(stream))
         return JSONResponse(formatter.answer(outputs))
 

@@ -80,7 +80,13 @@ class ChatChunks:
     def __call__(self, delta: RequestDelta) -> Iterator[str]:
         if delta.index not in self._started:
             self._started.add(delta.index)
-            yield self._event(delta, {"role": "assistant", "content": ""})
+            first = {"role": "assistant", "content": ""}
+            if delta.prompt_logprobs is None:
+                yield self._event(delta, first)
+            else:
+                yield self._event(
+                    delta, first, prompt_logprobs=prompt_logprobs(delta.prompt_logprobs)
+                )
         if delta.text or delta.logprobs:
             logprobs = chat_logprobs(delta.logprobs, self._num_top) if delta.logprobs else None
             yield self._event(delta, {"content": delta.text}, logprobs=logprobs)

@@ -1,0 +1,307 @@
+"""The engine's thread and the event loop: delivery, aborts, failures."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import pytest
+
+from mini_infer.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from mini_infer.core.outputs import RequestDelta
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.async_engine import OFF_LOOP_LENGTH, AsyncEngine
+from mini_infer.runtime.engine import LLMEngine
+
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+
+
+@pytest.fixture
+def engine() -> LLMEngine:
+    return LLMEngine.from_options(dry_run=True, num_kv_blocks=1024)
+
+
+@pytest.fixture
+async def async_engine(engine: LLMEngine) -> AsyncIterator[AsyncEngine]:
+    async_engine = AsyncEngine(engine)
+    yield async_engine
+    async_engine.shutdown()
+
+
+async def text_of(async_engine: AsyncEngine, prompt: str, request_id: str) -> str:
+    deltas = async_engine.generate(prompt, SHORT, request_id=request_id)
+    return "".join([delta.text async for delta in deltas])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def blocks_in_use(engine: LLMEngine) -> int:
+    return engine.scheduler.cache.num_used_blocks
+
+
+async def test_deltas_are_those_of_the_engine(async_engine: AsyncEngine) -> None:
+    engine = LLMEngine.from_options(dry_run=True)
+    engine.add_request("a", "Hello", SHORT)
+    expected: list[RequestDelta] = []
+    while engine.has_unfinished():
+        expected += engine.step()
+    deltas = [item async for item in async_engine.generate("Hello", SHORT, request_id="a")]
+    assert [(d.text, d.token_ids, d.finish_reason) for d in deltas] == [
+        (d.text, d.token_ids, d.finish_reason) for d in expected
+    ]
+    assert deltas[-1].output is not None
+
+
+async def test_concurrent_requests_get_their_own_answers(async_engine: AsyncEngine) -> None:
+    prompts = [f"Prompt number {i}" for i in range(20)]
+    alone = [await text_of(async_engine, prompt, prompt) for prompt in prompts]
+    together = await asyncio.gather(*(text_of(async_engine, p, p) for p in prompts))
+    assert together == alone
+    assert len(set(alone)) > 10
+
+
+async def test_closing_the_iterator_aborts_and_frees(
+    engine: LLMEngine, async_engine: AsyncEngine
+) -> None:
+    async with aclosing(async_engine.generate("Hello", ENDLESS, request_id="a")) as deltas:
+        await anext(deltas)
+        assert blocks_in_use(engine) > 0
+    await until(lambda: not engine.has_unfinished())
+    assert blocks_in_use(engine) == 0
+    assert await text_of(async_engine, "next", "a")
+
+
+async def test_cancelling_the_task_aborts(engine: LLMEngine, async_engine: AsyncEngine) -> None:
+    started = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in async_engine.generate("Hello", ENDLESS, request_id="a"):
+            started.set()
+
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not engine.has_unfinished())
+    assert blocks_in_use(engine) == 0
+
+
+async def test_regression_11_abort_with_n_2_stops_both_choices(
+    engine: LLMEngine, async_engine: AsyncEngine
+) -> None:
+    params = SamplingParams(n=2, max_tokens=4000, ignore_eos=True)
+    seen: set[int] = set()
+    async with aclosing(async_engine.generate("Hello", params, request_id="a")) as deltas:
+        async for delta in deltas:
+            seen.add(delta.index)
+            if seen == {0, 1}:
+                break
+    await until(lambda: not engine.has_unfinished())
+    assert blocks_in_use(engine) == 0
+
+
+async def test_a_refused_prompt_is_raised_and_others_go_on(async_engine: AsyncEngine) -> None:
+    other = asyncio.create_task(text_of(async_engine, "Hello", "other"))
+    with pytest.raises(PromptTooLongError):
+        await text_of(async_engine, "x" * 9000, "long")
+    with pytest.raises(InvalidRequestError):
+        await text_of(async_engine, "Hello\ud800", "surrogate")
+    assert await other
+
+
+async def test_an_engine_that_refuses_to_add_fails_that_request_only(
+    engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = engine.add
+
+    def refuse(processed: object) -> None:
+        if processed.request_id == "bad":  # type: ignore[attr-defined]
+            raise InvalidRequestError("never fits")
+        add(processed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "add", refuse)
+    good, bad = await asyncio.gather(
+        text_of(async_engine, "Hello", "good"),
+        text_of(async_engine, "Hello", "bad"),
+        return_exceptions=True,
+    )
+    assert isinstance(good, str)
+    assert isinstance(bad, InvalidRequestError)
+    assert async_engine.healthy
+
+
+async def test_a_failing_step_ends_all_requests_and_later_ones(
+    engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> list[RequestDelta]:
+        raise RuntimeError("the device fell over")
+
+    monkeypatch.setattr(engine, "step", fail)
+    results = await asyncio.gather(
+        *(text_of(async_engine, "Hello", f"{i}") for i in range(3)), return_exceptions=True
+    )
+    assert all(isinstance(result, EngineDeadError) for result in results)
+    assert "the device fell over" in str(results[0])
+    assert not async_engine.healthy
+    with pytest.raises(EngineDeadError):
+        await text_of(async_engine, "Hello", "later")
+
+
+async def test_shutdown_ends_running_requests(engine: LLMEngine) -> None:
+    async_engine = AsyncEngine(engine)
+    deltas = async_engine.generate("Hello", ENDLESS, request_id="a")
+    await anext(deltas)
+    async_engine.shutdown()
+    async_engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        async for _ in deltas:
+            pass
+    assert not async_engine.healthy
+
+
+async def test_shutdown_before_the_first_request(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(engine, "shutdown", lambda: calls.append("shutdown"))
+    async_engine = AsyncEngine(engine)
+    async_engine.shutdown()
+    async_engine.shutdown()
+    assert calls == ["shutdown"]
+    with pytest.raises(EngineDeadError):
+        await text_of(async_engine, "Hello", "a")
+
+
+async def test_a_step_is_delivered_in_one_call(
+    engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_with_deltas = 0
+    calls = 0
+    step = engine.step
+    loop = asyncio.get_running_loop()
+    call_soon_threadsafe = loop.call_soon_threadsafe
+
+    def counting_step() -> list[RequestDelta]:
+        nonlocal steps_with_deltas
+        deltas = step()
+        steps_with_deltas += bool(deltas)
+        return deltas
+
+    def counting_call(*args: object, **kwargs: object) -> asyncio.Handle:
+        nonlocal calls
+        calls += 1
+        return call_soon_threadsafe(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "step", counting_step)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counting_call)
+    await asyncio.gather(*(text_of(async_engine, "Hello", f"{i}") for i in range(8)))
+    assert calls == steps_with_deltas
+    assert calls < 8 * 8
+
+
+async def test_an_idle_engine_takes_no_steps(
+    engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 0
+    step = engine.step
+
+    def counting_step() -> list[RequestDelta]:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    monkeypatch.setattr(engine, "step", counting_step)
+    await text_of(async_engine, "Hello", "a")
+    after_answer = steps
+    await asyncio.sleep(0.02)
+    assert steps == after_answer
+    assert await text_of(async_engine, "Hello", "b")
+
+
+async def test_a_slow_consumer_does_not_hold_the_engine_up(
+    engine: LLMEngine, async_engine: AsyncEngine
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    async with aclosing(async_engine.stream({"slow": "Hello"}, params)) as stream:
+        first = await anext(stream)
+        await until(lambda: not engine.has_unfinished())
+        rest = await anext(stream)
+        assert [len(first) + len(rest), rest[-1].finish_reason] == [50, "length"]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_a_batch_is_served_whole_or_not_at_all(
+    engine: LLMEngine, async_engine: AsyncEngine
+) -> None:
+    prompts = {"a": "Hello", "b": "World"}
+    finished = [
+        delta.request_id
+        async for deltas in async_engine.stream(prompts, SHORT)
+        for delta in deltas
+        if delta.output
+    ]
+    assert sorted(finished) == ["a", "b"]
+    queued: list[object] = []
+    engine.events.subscribe(queued.append)
+    with pytest.raises(InvalidRequestError):
+        async for _ in async_engine.stream({"a": "Hello", "b": []}, SHORT):
+            pass
+    assert queued == []
+
+
+async def test_a_request_id_in_use_is_refused(async_engine: AsyncEngine) -> None:
+    async with aclosing(async_engine.generate("Hello", ENDLESS, request_id="a")) as deltas:
+        await anext(deltas)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await text_of(async_engine, "Hello", "a")
+        assert (await anext(deltas)).request_id == "a"
+
+
+async def test_a_second_event_loop_is_refused(async_engine: AsyncEngine) -> None:
+    assert await text_of(async_engine, "Hello", "a")
+
+    def elsewhere() -> None:
+        asyncio.run(text_of(async_engine, "Hello", "b"))
+
+    with pytest.raises(RuntimeError, match="one event loop"):
+        await asyncio.to_thread(elsewhere)
+
+
+@pytest.mark.parametrize(("length", "off_loop"), [(10, False), (OFF_LOOP_LENGTH + 1, True)])
+async def test_long_prompts_are_tokenised_off_the_loop(
+    engine: LLMEngine,
+    async_engine: AsyncEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    off_loop: bool,
+) -> None:
+    threads: list[int] = []
+    process = engine.input_processor.process
+
+    def recording(*args: object, **kwargs: object) -> object:
+        threads.append(threading.get_ident())
+        return process(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.input_processor, "process", recording)
+    outcome = await asyncio.gather(text_of(async_engine, "x" * length, "a"), return_exceptions=True)
+    assert isinstance(outcome[0], PromptTooLongError if off_loop else str)
+    assert [thread != threading.get_ident() for thread in threads] == [off_loop]
+
+
+def test_the_thread_ends_when_its_event_loop_is_gone(engine: LLMEngine) -> None:
+    async_engine = AsyncEngine(engine)
+
+    async def leave_running() -> None:
+        deltas = async_engine.generate("Hello", ENDLESS, request_id="a")
+        await anext(deltas)
+
+    asyncio.run(leave_running())
+    async_engine.shutdown()
+    assert not async_engine.healthy
