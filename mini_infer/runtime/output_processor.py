@@ -72,6 +72,8 @@ class OutputProcessor:
         self._events = events
         self._parents: dict[str, _Parent] = {}
         self._choices: dict[str, _Choice] = {}
+        self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
+        """Text and bytes of the tokens that log-probabilities showed: at most the vocabulary."""
         events.subscribe(self._observe)
 
     @property
@@ -253,8 +255,12 @@ class OutputProcessor:
         return shown
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        data = self._tokenizer.token_bytes(token_id)
-        return Logprob(logprob, rank, data.decode("utf-8", errors="replace"), tuple(data))
+        spelling = self._spellings.get(token_id)
+        if spelling is None:
+            data = self._tokenizer.token_bytes(token_id)
+            spelling = (data.decode("utf-8", errors="replace"), tuple(data))
+            self._spellings[token_id] = spelling
+        return Logprob(logprob, rank, *spelling)
 
     def _observe(self, event: Event) -> None:
         """Fills metrics: a request's are its choices' first and last milestones."""

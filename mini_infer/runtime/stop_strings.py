@@ -58,17 +58,19 @@ class StopStringMatcher:
         """
         if self.matched is not None or not text:
             return ""
-        if not self._patterns:
+        # Most text begins no stop string: a search for first characters spares its scan.
+        active = [item for item in self._patterns if item.matched or item.string[0] in text]
+        if not active:
             return text
         self._held.append(text)
         self._num_held += len(text)
         for num_read, char in enumerate(text, start=1):
-            complete = [pattern for pattern in self._patterns if pattern.advance(char)]
+            complete = [pattern for pattern in active if pattern.advance(char)]
             if complete and armed:
                 return self._stop(complete[0].string, surplus=len(text) - num_read)
         if self._include_in_output:
             return self.flush()
-        return self._take(self._num_held - max(pattern.matched for pattern in self._patterns))
+        return self._take(self._num_held - max(pattern.matched for pattern in active))
 
     def flush(self) -> str:
         """The held-back text, when the choice ends for another reason."""
