@@ -312,7 +312,6 @@ class _Batch:
 
     def _on_device(self, values: Rows) -> Tensor:
         host = torch.from_numpy(values)
-        if self.logits.device.type == "cpu":
-            return host
-        # From pageable memory the copy would wait for the device.
-        return host.pin_memory().to(self.logits.device, non_blocking=True)
+        if self.logits.device.type == "cuda":
+            host = host.pin_memory()  # from pageable memory the copy would wait for the device
+        return host.to(self.logits.device, non_blocking=True)

@@ -321,3 +321,32 @@ def test_a_broken_row_leaves_its_neighbour_alone(params: SamplingParams) -> None
 @pytest.mark.parametrize("name", ["greedy", "plain", "top_k", "top_p", "min_p", "all"])
 def test_a_single_finite_logit_is_always_taken(name: str) -> None:
     assert sample_many(EXTREMES["one_finite"], SETTINGS[name], 500).unique().tolist() == [2]
+
+
+NEVER_WAITS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "logprobs": SamplingParams(logprobs=3),
+    "temperature": SamplingParams(temperature=0.7),
+    "top_k": SamplingParams(top_k=3),
+    "top_p": SamplingParams(top_p=0.5),
+    "min_p": SamplingParams(min_p=0.1),
+    "edits": SamplingParams(
+        repetition_penalty=2.0, logit_bias={1: 1.0}, allowed_token_ids=[1, 2], min_tokens=3
+    ),
+}
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in NEVER_WAITS), tuple(NEVER_WAITS)])
+def test_an_accelerator_is_never_asked(names: tuple[str, ...]) -> None:
+    """The meta device holds no values, so reading one on the host raises."""
+    meta = torch.device("meta")
+    state = SamplingState(len(names), 50, meta)
+    for slot, name in enumerate(names):
+        extra = {"stop_token_ids": (3,), "bad_words_token_ids": ((1, 2),)}
+        state.admit(admit(slot, NEVER_WAITS[name], (1, 2), 1, **extra))
+    rows = list(range(len(names)))
+    logits = torch.empty(len(names), 50, device=meta)
+    table = torch.empty(len(names), 9, dtype=torch.int32, device=meta)
+    result = Sampler()(logits, rows, [2] * len(names), table, state)
+    assert result.token_ids.shape == (len(names),)
+    assert result.token_ids.device == meta
