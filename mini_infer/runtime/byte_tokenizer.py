@@ -18,6 +18,7 @@ class ByteTokenizer:
     """
 
     vocab_size = 256 + len(SPECIAL_TOKENS)
+    max_chars_per_token = max(map(len, SPECIAL_TOKENS))
     bos_token_id = 256
     eos_token_id: int | None = 257
     strips_leading_space = False

@@ -1,5 +1,6 @@
 """From what a caller sends to requests that the scheduler can run, or a typed error."""
 
+import operator
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,16 +30,13 @@ class ProcessedRequest:
 class InputProcessor:
     """Tokenises and validates requests against one engine's limits.
 
-    ``num_kv_blocks`` is the pool's size as the executor measured it; None (and none in the
-    config) leaves the pool out of the checks.
+    A config whose ``num_kv_blocks`` is still None leaves the KV pool out of the checks.
     """
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer, num_kv_blocks: int | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self._max_model_len = config.max_model_len
-        num_kv_blocks = config.num_kv_blocks if num_kv_blocks is None else num_kv_blocks
-        self._pool = None if num_kv_blocks is None else num_kv_blocks * config.block_size
+        blocks = config.num_kv_blocks
+        self._pool = None if blocks is None else blocks * config.block_size
         self._tokenizer = tokenizer
         self._vocab_size = config.model_config.vocab_size
         eos_token_ids = set(config.model_config.eos_token_ids)
@@ -67,6 +65,7 @@ class InputProcessor:
                 KV pool.
         """
         if isinstance(prompt, str):
+            self._check_length(prompt)
             prompt_token_ids = self._tokenizer.encode(prompt, add_special_tokens)
         else:
             prompt_token_ids = _integers(prompt)
@@ -96,8 +95,22 @@ class InputProcessor:
         text = prompt if isinstance(prompt, str) else None
         return ProcessedRequest(request_id, text, prompt_token_ids, params, requests)
 
+    def _check_length(self, text: str) -> None:
+        """Refuses a text of megabytes before minutes are spent on its tokens."""
+        num_chars = self._max_model_len * self._tokenizer.max_chars_per_token
+        if len(text) > num_chars:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, more than max_model_len "
+                f"({self._max_model_len} tokens) can hold ({num_chars} characters): shorten it",
+                "prompt",
+            )
+
     def _check_token_ids(self, param: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(
+                    f"{param}: a token id is an integer, not {token_id!r}", param
+                )
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequestError(
                     f"{param}: token id {token_id} is outside the model's vocabulary: ids go from "
@@ -143,10 +156,12 @@ class InputProcessor:
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:
-    result = list(token_ids)
-    for token_id in result:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequestError(
-                f"the prompt must be text or a list of token ids, it holds {token_id!r}", "prompt"
-            )
-    return result
+    """Plain ints, also from an array of NumPy's or torch's integers; True is none."""
+    try:
+        if not any(isinstance(token_id, bool) for token_id in token_ids):
+            return list(map(operator.index, token_ids))
+    except TypeError:
+        pass
+    raise InvalidRequestError(
+        f"the prompt must be text or a list of token ids, got {token_ids!r:.80}", "prompt"
+    )

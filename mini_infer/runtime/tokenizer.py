@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
         """Largest token id + 1, added tokens included."""
 
     @property
+    def max_chars_per_token(self) -> int:
+        """The longest token's length: a longer text surely has more tokens than its share."""
+
+    @property
     def eos_token_id(self) -> int | None: ...
 
     @property
@@ -96,10 +100,15 @@ class HFTokenizer:
         self._backend = backend
         self.special_tokens = _declared_special_tokens(config)
         _add_declared_tokens(backend, config, self.special_tokens)
+        # Some folders were saved with their training's cut-off and padding.
+        backend.no_truncation()
+        backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self._special_ids = {index for index, token in added.items() if token.special}
+        vocab = backend.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so the largest counts, not how many there are.
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.max_chars_per_token = max(map(len, vocab), default=1)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self._adds_bos = bool(config.get("add_bos_token")) and self.bos_token_id is not None

@@ -1,7 +1,7 @@
 """Incremental text equals the whole decode, whatever the bytes and wherever tokens end."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
@@ -24,6 +24,7 @@ def pieces(ids: list[int], prompt: list[int] | None = None, skip: bool = True) -
     return [*(detokenizer.append([token_id]) for token_id in ids), detokenizer.flush()]
 
 
+@settings(deadline=None)
 @given(ids=IDS, prompt=IDS, skip=st.booleans(), chunk=st.integers(1, 5))
 def test_joined_pieces_equal_the_decode(
     ids: list[int], prompt: list[int], skip: bool, chunk: int

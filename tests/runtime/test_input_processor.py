@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mini_infer.core.engine_config import EngineConfig
@@ -42,8 +43,8 @@ CONFIG = EngineConfig(
 )
 
 
-def processor(num_kv_blocks: int | None = None, **changes: Any) -> InputProcessor:
-    return InputProcessor(dataclasses.replace(CONFIG, **changes), ByteTokenizer(), num_kv_blocks)
+def processor(**changes: Any) -> InputProcessor:
+    return InputProcessor(dataclasses.replace(CONFIG, **changes), ByteTokenizer())
 
 
 def test_a_text_prompt() -> None:
@@ -135,10 +136,41 @@ def test_text_tokens_outside_a_smaller_model_vocabulary() -> None:
         processor(model_config=small).process("r", [1], SamplingParams(bad_words=["<|eos|>"]))
 
 
-@pytest.mark.parametrize("bad", [1.0, "a", True, None])
-def test_prompt_entries_that_are_no_integers(bad: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="list of token ids"):
-        processor().process("r", [1, bad], SamplingParams())
+@pytest.mark.parametrize("prompt", [[1, 1.0], [1, "a"], [None], 5, None, object()])
+def test_a_prompt_that_is_neither_text_nor_integers(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="list of token ids") as caught:
+        processor().process("r", prompt, SamplingParams())
+    assert caught.value.param == "prompt"
+
+
+def test_token_ids_from_an_array_become_plain_integers() -> None:
+    processed = processor().process("r", np.array([1, 2]), SamplingParams())
+    assert [type(token_id) for token_id in processed.prompt_token_ids] == [int, int]
+
+
+@pytest.mark.parametrize("param", ["prompt", "logit_bias", "allowed_token_ids"])
+@pytest.mark.parametrize("bad", [True, "5"])
+def test_token_ids_that_are_no_integers(param: str, bad: Any) -> None:
+    prompt = [1, bad] if param == "prompt" else [1]
+    values: dict[str, Any] = {"logit_bias": {bad: 1.0}, "allowed_token_ids": [bad]}
+    params = SamplingParams(**{param: values[param]} if param in values else {})
+    with pytest.raises(InvalidRequestError) as caught:
+        processor().process("r", prompt, params)
+    assert caught.value.param == param
+
+
+def test_a_huge_text_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = processor()
+
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    limit = 64 * ByteTokenizer.max_chars_per_token
+    with pytest.raises(PromptTooLongError, match=rf"{limit + 1} characters.*64 tokens"):
+        one.process("r", "x" * (limit + 1), SamplingParams())
+    with pytest.raises(AssertionError, match="tokenised"):
+        one.process("r", "x" * limit, SamplingParams())
 
 
 @pytest.mark.parametrize("length", [64, 65, 1000])
@@ -168,14 +200,9 @@ def test_min_tokens_beyond_what_is_left() -> None:
         processor().process("r", [1] * 10, SamplingParams(max_tokens=None, min_tokens=55))
 
 
-@pytest.mark.parametrize("from_config", [True, False])
-def test_regression_07_a_request_that_can_not_fit_the_pool(from_config: bool) -> None:
+def test_regression_07_a_request_that_can_not_fit_the_pool() -> None:
     """Two blocks of four tokens; an output's last token needs no KV."""
-    two_blocks = (
-        processor(num_kv_blocks=2)
-        if not from_config
-        else InputProcessor(dataclasses.replace(CONFIG, num_kv_blocks=2), ByteTokenizer())
-    )
+    two_blocks = processor(num_kv_blocks=2)
     with pytest.raises(PromptTooLongError, match="KV cache") as caught:
         two_blocks.process("r", [1] * 8, SamplingParams(max_tokens=2))
     assert "8 tokens" in str(caught.value)

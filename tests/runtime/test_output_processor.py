@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_infer.core.events import (
@@ -385,6 +385,7 @@ def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
     assert (metrics.queued_time, metrics.first_token_time, metrics.finished_time) == (1.0, 3.0, 6.0)
 
 
+@settings(deadline=None)
 @given(
     text=st.text(alphabet="ab\n\xe9\U0001f600", max_size=20),
     stops=st.lists(st.text(alphabet="ab\n\xe9", min_size=1, max_size=4), max_size=2),

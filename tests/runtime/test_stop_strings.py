@@ -4,7 +4,7 @@ import itertools
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_infer.runtime.stop_strings import StopStringMatcher
@@ -102,6 +102,7 @@ def test_only_what_can_still_become_a_stop_string_is_held_back() -> None:
     assert matcher.append("or") == "door"
 
 
+@settings(deadline=None)
 @given(
     text=st.text(alphabet="ab\n", max_size=40),
     stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=3),
@@ -125,6 +126,7 @@ def test_pieces_do_not_matter(text: str, stops: list[str], cuts: list[int], incl
     assert matcher.matched == stop
 
 
+@settings(deadline=None)
 @given(
     text=st.text(alphabet="ab", max_size=30),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=3),

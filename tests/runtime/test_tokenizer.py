@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -143,6 +143,7 @@ def test_sizes_and_special_tokens_equal_transformers(
 
 
 def test_any_valid_text_survives(tokenizer: HFTokenizer) -> None:
+    @settings(deadline=None)
     @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30))
     def check(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -154,6 +155,7 @@ def test_byte_level_decoding_of_any_ids_equals_the_tokenizers_library() -> None:
     backend = byte_level()
     tokenizer = HFTokenizer(backend, BYTE_LEVEL_CONFIG, {})
 
+    @settings(deadline=None)
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20), st.booleans())
     def check(ids: list[int], skip: bool) -> None:
         assert tokenizer.decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
@@ -265,6 +267,20 @@ def test_add_bos_token_of_the_config_is_honoured_once(tmp_path: Path) -> None:
     plain = tokenizer.encode("hi", add_special_tokens=False)
     assert tokenizer.encode("hi") == [bos, *plain]
     assert tokenizer.encode("<|start|>hi") == [bos, *plain]
+
+
+def test_saved_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    tokenizer = HFTokenizer.from_folder(save(tmp_path, backend, BYTE_LEVEL_CONFIG))
+    assert tokenizer.decode(tokenizer.encode(CORPUS[0])) == CORPUS[0]
+
+
+def test_longest_token_bounds_the_characters_of_a_text(tokenizer: HFTokenizer) -> None:
+    for text in [*TEXTS, *CORPUS]:
+        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        assert len(text) <= num_tokens * tokenizer.max_chars_per_token
 
 
 def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
