@@ -113,3 +113,15 @@ def test_leading_space_is_stripped_only_at_the_start_of_a_text(
     assert "".join(shown) == text
     if not prompt:
         assert text == MetaspaceTokenizer().decode(ids, skip)
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet=" ab\xe9", max_size=12), cut=st.integers(0, 12))
+def test_prompt_and_output_make_one_text(text: str, cut: int) -> None:
+    tokenizer = MetaspaceTokenizer()
+    prompt, output = text[:cut], text[cut:]
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    output_ids = tokenizer.encode(output, add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+    continued = "".join(detokenizer.append([token_id]) for token_id in output_ids)
+    assert tokenizer.decode(prompt_ids) + continued == tokenizer.decode(prompt_ids + output_ids)

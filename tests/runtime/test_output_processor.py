@@ -1,92 +1,13 @@
-"""Updates become deltas and outputs: text, stops, log-probabilities, metrics, memory."""
+"""Updates become deltas and outputs: text, stop strings and tokens, choices, memory."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_infer.core.events import (
-    ChunkScheduled,
-    EventStream,
-    Finished,
-    Preempted,
-    Queued,
-    StepCompleted,
-    TokensEmitted,
-)
-from mini_infer.core.outputs import (
-    CompletionOutput,
-    FinishReason,
-    RequestDelta,
-    RequestOutput,
-    RequestUpdate,
-    TokenLogprobs,
-)
-from mini_infer.core.request import Request
-from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.runtime.byte_tokenizer import ByteTokenizer
-from mini_infer.runtime.input_processor import ProcessedRequest
-from mini_infer.runtime.output_processor import OutputProcessor
-
-TOKENIZER = ByteTokenizer()
-EOS = 257
-PROMPT = list(b"ask")
-
-
-class Bench:
-    """An output processor, a clock set by hand, and what came out so far."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.events = EventStream(clock=lambda: self.now)
-        self.processor = OutputProcessor(TOKENIZER, self.events)
-        self.deltas: list[RequestDelta] = []
-        self.stopped: list[tuple[str, str]] = []
-
-    def add(self, request_id: str = "r", prompt: str | None = "ask", **params: Any) -> list[str]:
-        sampling = SamplingParams(**{"max_tokens": 100, **params})
-        ids = [request_id]
-        if sampling.n > 1:
-            ids = [f"{request_id}#{index}" for index in range(sampling.n)]
-        requests = [Request(item, PROMPT, sampling, seed=0, max_tokens=100) for item in ids]
-        self.processor.add(ProcessedRequest(request_id, prompt, PROMPT, sampling, requests))
-        return ids
-
-    def update(
-        self,
-        tokens: str | Sequence[int],
-        finish: FinishReason | None = None,
-        request_id: str = "r",
-        **fields: Any,
-    ) -> list[RequestDelta]:
-        ids = tuple(tokens.encode()) if isinstance(tokens, str) else tuple(tokens)
-        outputs = self.processor.process(
-            [RequestUpdate(request_id, ids, finish_reason=finish, **fields)]
-        )
-        self.deltas += outputs.deltas
-        self.stopped += outputs.stopped
-        return outputs.deltas
-
-    @property
-    def texts(self) -> list[str]:
-        return [delta.text for delta in self.deltas]
-
-    @property
-    def output(self) -> RequestOutput:
-        output = self.deltas[-1].output
-        assert output is not None
-        return output
-
-    @property
-    def choice(self) -> CompletionOutput:
-        return self.output.outputs[0]
-
-    def assert_empty(self) -> None:
-        assert self.processor.num_unfinished == 0
-        assert not self.processor._choices
-        assert not self.processor._parents
+from mini_infer.core.outputs import CompletionOutput
+from tests.runtime.output_bench import EOS, PROMPT, TOKENIZER, Bench
 
 
 @pytest.fixture
@@ -282,107 +203,6 @@ def test_a_failed_request_ends_with_its_message(bench: Bench) -> None:
     bench.update("a")
     bench.update("", "error", stop_reason="out of memory")
     assert (bench.choice.finish_reason, bench.choice.stop_reason) == ("error", "out of memory")
-
-
-def entry(token_id: int, logprob: float, *top: tuple[int, float]) -> TokenLogprobs:
-    return TokenLogprobs(token_id, logprob, 1 + len(top), top)
-
-
-def test_log_probabilities(bench: Bench) -> None:
-    bench.add(logprobs=2)
-    a, b = ord("a"), ord("b")
-    bench.update([a], new_logprobs=(entry(a, -1.5, (0xC3, -0.5), (b, -1.0), (a, -1.5)),))
-    [shown] = bench.deltas[0].logprobs
-    assert list(shown) == [a, 0xC3, b]  # the sampled one, then the two likeliest
-    assert (shown[a].logprob, shown[a].rank, shown[a].decoded_token) == (-1.5, 4, "a")
-    assert (shown[0xC3].rank, shown[0xC3].bytes) == (1, (0xC3,))
-    assert shown[0xC3].decoded_token == "\ufffd"
-    assert shown[b].rank == 2
-    bench.update([b, EOS], "stop", new_logprobs=(entry(b, -0.25, (b, -0.25)), entry(EOS, -0.25)))
-    assert bench.choice.cumulative_logprob == pytest.approx(-2.0)
-    assert bench.choice.logprobs is not None
-    assert [next(iter(position)) for position in bench.choice.logprobs] == bench.choice.token_ids
-    assert list(bench.choice.logprobs[1]) == [b]  # sampled and likeliest: one entry
-    assert bench.choice.logprobs[2][EOS].decoded_token == "<|eos|>"
-
-
-def test_log_probabilities_of_the_sampled_token_only(bench: Bench) -> None:
-    bench.add(logprobs=0)
-    bench.update("a", new_logprobs=(entry(ord("a"), -1.0, (ord("b"), -0.5)),))
-    assert list(bench.deltas[0].logprobs[0]) == [ord("a")]
-
-
-def test_log_probabilities_are_cut_with_the_tokens(bench: Bench) -> None:
-    bench.add(logprobs=0, stop=["."])
-    bench.update("a.b", new_logprobs=tuple(entry(token, -1.0) for token in b"a.b"))
-    assert len(bench.deltas[0].logprobs) == len(bench.deltas[0].token_ids) == 2
-    assert bench.choice.cumulative_logprob == -2.0
-
-
-def test_prompt_log_probabilities_come_once(bench: Bench) -> None:
-    first, second = bench.add(n=2, prompt_logprobs=1)
-    prompt = (None, entry(PROMPT[1], -2.0, (65, -1.0), (66, -1.5)), entry(PROMPT[2], -3.0))
-    for child in (first, second):
-        bench.update("x", "length", request_id=child, prompt_logprobs=prompt)
-    shown = bench.deltas[0].prompt_logprobs
-    assert shown is not None
-    assert [position and list(position) for position in shown] == [
-        None,
-        [PROMPT[1], 65],
-        [PROMPT[2]],
-    ]
-    assert bench.deltas[1].prompt_logprobs is None
-    assert bench.output.prompt_logprobs == shown
-
-
-def test_prompt_log_probabilities_nobody_asked_for(bench: Bench) -> None:
-    bench.add()
-    bench.update("x", prompt_logprobs=(None, entry(1, -1.0)))
-    assert bench.deltas[0].prompt_logprobs is None
-
-
-def test_metrics_come_from_the_events(bench: Bench) -> None:
-    bench.now = 1.0
-    bench.add()
-    for event in (
-        Queued(2.0, "r", 3),
-        ChunkScheduled(3.0, "r", 0, 0, 2),
-        Preempted(4.0, "r", 2),
-        ChunkScheduled(5.0, "r", 1, 0, 3),
-        TokensEmitted(6.0, "r", (1,), 1),
-        TokensEmitted(7.0, "r", (1,), 2),
-        TokensEmitted(8.0, "unknown", (1,), 2),
-        StepCompleted(8.0, 1, 1, 0, 1, 0, 1, 8),
-        Finished(9.0, "r", "length", 3, 2),
-    ):
-        bench.events.emit(event)
-    bench.now = 10.0
-    bench.update("aa", "length")
-    metrics = bench.output.metrics
-    assert metrics.queued_time == 2.0
-    assert metrics.first_scheduled_time == 3.0
-    assert (metrics.first_token_time, metrics.last_token_time) == (6.0, 7.0)
-    assert metrics.time_to_first_token == 4.0
-    assert metrics.finished_time == 9.0
-    assert metrics.num_preemptions == 1
-
-
-def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
-    first, second = bench.add(n=2)
-    for event in (
-        Queued(1.0, first, 3),
-        Queued(2.0, second, 3),
-        TokensEmitted(3.0, second, (1,), 1),
-        TokensEmitted(4.0, first, (1,), 1),
-        Finished(5.0, first, "length", 3, 1),
-    ):
-        bench.events.emit(event)
-    bench.update("a", "length", request_id=first)
-    bench.now = 6.0
-    deltas = bench.processor.abort("r")
-    assert deltas[0].output is not None
-    metrics = deltas[0].output.metrics
-    assert (metrics.queued_time, metrics.first_token_time, metrics.finished_time) == (1.0, 3.0, 6.0)
 
 
 @settings(deadline=None)

@@ -1,0 +1,120 @@
+"""Log-probabilities and metrics that come with an output."""
+
+import pytest
+
+from mini_infer.core.events import (
+    ChunkScheduled,
+    Finished,
+    Preempted,
+    Queued,
+    StepCompleted,
+    TokensEmitted,
+)
+from mini_infer.core.outputs import TokenLogprobs
+from tests.runtime.output_bench import EOS, PROMPT, Bench
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def entry(token_id: int, logprob: float, *top: tuple[int, float]) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, 1 + len(top), top)
+
+
+def test_log_probabilities(bench: Bench) -> None:
+    bench.add(logprobs=2)
+    a, b = ord("a"), ord("b")
+    bench.update([a], new_logprobs=(entry(a, -1.5, (0xC3, -0.5), (b, -1.0), (a, -1.5)),))
+    [shown] = bench.deltas[0].logprobs
+    assert list(shown) == [a, 0xC3, b]  # the sampled one, then the two likeliest
+    assert (shown[a].logprob, shown[a].rank, shown[a].decoded_token) == (-1.5, 4, "a")
+    assert (shown[0xC3].rank, shown[0xC3].bytes) == (1, (0xC3,))
+    assert shown[0xC3].decoded_token == "\ufffd"
+    assert shown[b].rank == 2
+    bench.update([b, EOS], "stop", new_logprobs=(entry(b, -0.25, (b, -0.25)), entry(EOS, -0.25)))
+    assert bench.choice.cumulative_logprob == pytest.approx(-2.0)
+    assert bench.choice.logprobs is not None
+    assert [next(iter(position)) for position in bench.choice.logprobs] == bench.choice.token_ids
+    assert list(bench.choice.logprobs[1]) == [b]  # sampled and likeliest: one entry
+    assert bench.choice.logprobs[2][EOS].decoded_token == "<|eos|>"
+
+
+def test_log_probabilities_of_the_sampled_token_only(bench: Bench) -> None:
+    bench.add(logprobs=0)
+    bench.update("a", new_logprobs=(entry(ord("a"), -1.0, (ord("b"), -0.5)),))
+    assert list(bench.deltas[0].logprobs[0]) == [ord("a")]
+
+
+def test_log_probabilities_are_cut_with_the_tokens(bench: Bench) -> None:
+    bench.add(logprobs=0, stop=["."])
+    bench.update("a.b", new_logprobs=tuple(entry(token, -1.0) for token in b"a.b"))
+    assert len(bench.deltas[0].logprobs) == len(bench.deltas[0].token_ids) == 2
+    assert bench.choice.cumulative_logprob == -2.0
+
+
+def test_prompt_log_probabilities_come_once(bench: Bench) -> None:
+    first, second = bench.add(n=2, prompt_logprobs=1)
+    prompt = (None, entry(PROMPT[1], -2.0, (65, -1.0), (66, -1.5)), entry(PROMPT[2], -3.0))
+    for child in (first, second):
+        bench.update("x", "length", request_id=child, prompt_logprobs=prompt)
+    shown = bench.deltas[0].prompt_logprobs
+    assert shown is not None
+    assert [position and list(position) for position in shown] == [
+        None,
+        [PROMPT[1], 65],
+        [PROMPT[2]],
+    ]
+    assert bench.deltas[1].prompt_logprobs is None
+    assert bench.output.prompt_logprobs == shown
+
+
+def test_prompt_log_probabilities_nobody_asked_for(bench: Bench) -> None:
+    bench.add()
+    bench.update("x", prompt_logprobs=(None, entry(1, -1.0)))
+    assert bench.deltas[0].prompt_logprobs is None
+
+
+def test_metrics_come_from_the_events(bench: Bench) -> None:
+    bench.now = 1.0
+    bench.add()
+    for event in (
+        Queued(2.0, "r", 3),
+        ChunkScheduled(3.0, "r", 0, 0, 2),
+        Preempted(4.0, "r", 2),
+        ChunkScheduled(5.0, "r", 1, 0, 3),
+        TokensEmitted(6.0, "r", (1,), 1),
+        TokensEmitted(7.0, "r", (1,), 2),
+        TokensEmitted(8.0, "unknown", (1,), 2),
+        StepCompleted(8.0, 1, 1, 0, 1, 0, 1, 8),
+        Finished(9.0, "r", "length", 3, 2),
+    ):
+        bench.events.emit(event)
+    bench.now = 10.0
+    bench.update("aa", "length")
+    metrics = bench.output.metrics
+    assert metrics.queued_time == 2.0
+    assert metrics.first_scheduled_time == 3.0
+    assert (metrics.first_token_time, metrics.last_token_time) == (6.0, 7.0)
+    assert metrics.time_to_first_token == 4.0
+    assert metrics.finished_time == 9.0
+    assert metrics.num_preemptions == 1
+
+
+def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
+    first, second = bench.add(n=2)
+    for event in (
+        Queued(1.0, first, 3),
+        Queued(2.0, second, 3),
+        TokensEmitted(3.0, second, (1,), 1),
+        TokensEmitted(4.0, first, (1,), 1),
+        Finished(5.0, first, "length", 3, 1),
+    ):
+        bench.events.emit(event)
+    bench.update("a", "length", request_id=first)
+    bench.now = 6.0
+    deltas = bench.processor.abort("r")
+    assert deltas[0].output is not None
+    metrics = deltas[0].output.metrics
+    assert (metrics.queued_time, metrics.first_token_time, metrics.finished_time) == (1.0, 3.0, 6.0)
