@@ -35,6 +35,8 @@ def error_object(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """The body of an error's answer, and of the last event of a stream that failed."""
+    # A message may quote half a surrogate pair, which JSON can carry and UTF-8 can't.
+    message = message.encode(errors="replace").decode()
     kind = TYPES.get(
         HTTPStatus(status), "server_error" if status >= 500 else "invalid_request_error"
     )

@@ -1,0 +1,250 @@
+"""Bad input gets OpenAI's error object with the right status, and the server goes on."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from mini_infer.core.errors import EngineDeadError
+from mini_infer.core.outputs import RequestDelta
+from mini_infer.runtime.async_engine import AsyncEngine
+from mini_infer.runtime.engine import LLMEngine
+from mini_infer.serving.app import create_app
+from mini_infer.serving.errors import GenerationError, error_object, raise_for_failure
+from tests.serving.live import CHAT, COMPLETIONS, LiveServer
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+SHARED: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": -1}, "temperature", "0 or more"),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"temperature": True}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "(0, 1]"),
+    ({"top_p": 1.5}, "top_p", "(0, 1]"),
+    ({"min_p": 2}, "min_p", "[0, 1]"),
+    ({"top_k": -5}, "top_k", "off"),
+    ({"n": 0}, "n", "between 1 and"),
+    ({"n": 1.5}, "n", "integer"),
+    ({"max_tokens": 0}, "max_tokens", "1 or more"),
+    ({"max_tokens": -3}, "max_tokens", "1 or more"),
+    ({"max_tokens": 5000}, "max_tokens", "5000"),
+    ({"min_tokens": -1}, "min_tokens", "0 or more"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "max_tokens"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": ""}, "stop", "empty"),
+    ({"stop": [1]}, "stop", "string"),
+    ({"seed": 2**70}, "seed", "64-bit"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"1": 1000}}, "logit_bias", "[-100, 100]"),
+    ({"logit_bias": {"99999999": 1}}, "logit_bias", "vocabulary"),
+    ({"stop_token_ids": [99999999]}, "stop_token_ids", "vocabulary"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "token id"),
+    ({"stream": "yes"}, "stream", "boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
+    ({"priority": "high"}, "priority", "integer"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"guided_json": {}}, "guided_json", "not supported"),
+]
+CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": "Hello"}, "messages", "list"),
+    ({"messages": [{"content": "Hello"}]}, "messages", "role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "'tool'"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages",
+        "image_url",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages", "tool"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "1 or more"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+    ({"logprobs": 5}, "logprobs", "boolean"),
+    ({"audio": {"voice": "x"}}, "audio", "not supported"),
+    ({"modalities": ["audio"]}, "modalities", "not supported"),
+    ({"echo": True}, "echo", "completions"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+]
+COMPLETIONS_ONLY: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "empty"),
+    ({"prompt": None}, "prompt", "string"),
+    ({"prompt": ["Hello", 5]}, "prompt", "list of strings"),
+    ({"prompt": [True]}, "prompt", "list of strings"),
+    ({"prompt": [99999999]}, "prompt", "vocabulary"),
+    ({"prompt": [-1]}, "prompt", "vocabulary"),
+    ({"prompt": "x" * 5000}, "prompt", "4096"),
+    ({"best_of": 3}, "best_of", "equals n"),
+    ({"suffix": "end"}, "suffix", "not supported"),
+    ({"logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"logprobs": True}, "logprobs", "integer"),
+]
+TABLE = [
+    *((CHAT, {"messages": HELLO} | fields, param, text) for fields, param, text in SHARED),
+    *((CHAT, {"messages": HELLO} | fields, param, text) for fields, param, text in CHAT_ONLY),
+    *((COMPLETIONS, {"prompt": "Hello"} | fields, param, text) for fields, param, text in SHARED),
+    *(
+        (COMPLETIONS, {"prompt": "Hello"} | fields, param, text)
+        for fields, param, text in COMPLETIONS_ONLY
+    ),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "param", "text"), TABLE)
+def test_bad_input_is_refused_with_its_field(
+    server: LiveServer, path: str, body: dict[str, Any], param: str, text: str, stream: bool
+) -> None:
+    if stream and "stream" not in body and "stream_options" not in body:
+        body = {**body, "stream": True}
+    response = server.client.post(path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert text in error["message"]
+    assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "JSON object"),
+        (b"[]", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b"\xff\xfe", ""),
+        (b"[" * 100_000, ""),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', "finite"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        (b'{"messages": [{"role": "\\ud800", "content": "hi"}]}', "role"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "n": 1e400}', "n"),
+    ],
+    ids=lambda value: repr(value[:60]),
+)
+def test_malformed_bodies(server: LiveServer, content: bytes, text: str) -> None:
+    response = server.client.post(
+        CHAT, content=content, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert text in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_is_not_declared_json(server: LiveServer) -> None:
+    response = server.client.post(
+        CHAT, content=b"{}", headers={"content-type": "application/x-www-form-urlencoded"}
+    )
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [(CHAT, {}, "messages"), (COMPLETIONS, {}, "prompt")],
+)
+def test_a_missing_field_is_named(
+    server: LiveServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    response = server.client.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"{field} is required"
+    assert response.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tools": None},
+        {"tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"user": "someone"},
+        {"some_new_field": 1},
+        {"metadata": {"a": "b"}},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_is_accepted(server: LiveServer, fields: dict[str, Any]) -> None:
+    assert server.chat(max_tokens=2, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_another_model_is_not_found(server: LiveServer, path: str) -> None:
+    body = {"messages": HELLO, "prompt": "Hello", "model": "gpt-4o"}
+    response = server.client.post(path, json=body)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "gpt-4o" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/models/another/model", 404),
+        ("DELETE", "/health", 405),
+    ],
+)
+def test_wrong_routes(server: LiveServer, method: str, path: str, status: int) -> None:
+    response = server.client.request(method, path)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_message_says_both_lengths(server: LiveServer) -> None:
+    message = server.complete("x" * 5000).json()["error"]["message"]
+    assert "5001" in message
+    assert "4096" in message
+
+
+def test_the_server_goes_on_after_all_that(server: LiveServer) -> None:
+    assert server.chat(max_tokens=2).status_code == 200
+    server.wait_until_idle()
+
+
+def test_an_error_object_is_always_text() -> None:
+    assert error_object("half a pair: \ud800", 400)["error"]["message"] == "half a pair: ?"
+
+
+def test_an_unexpected_fault_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LLMEngine.from_options(dry_run=True)
+    app = create_app(AsyncEngine(engine))
+
+    def fail(*args: object, **kwargs: object) -> str:
+        raise RuntimeError("a secret detail")
+
+    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", fail)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        response = client.post(CHAT, json={"messages": HELLO})
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_engine_answers_503(stream: bool) -> None:
+    async_engine = AsyncEngine(LLMEngine.from_options(dry_run=True))
+    with TestClient(create_app(async_engine)) as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        async_engine.shutdown()
+        assert client.get("/health").status_code == 503
+        response = client.post(CHAT, json={"messages": HELLO, "stream": stream})
+        assert response.status_code == EngineDeadError.status
+        assert response.json()["error"]["type"] == "service_unavailable_error"
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_request_that_the_engine_gave_up_is_an_error(reason: Any) -> None:
+    delta = RequestDelta("a", 0, "", (), finish_reason=reason, stop_reason="out of memory")
+    with pytest.raises(GenerationError):
+        raise_for_failure(delta)

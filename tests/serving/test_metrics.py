@@ -1,0 +1,130 @@
+"""/metrics: what the event stream told, under vLLM's names."""
+
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mini_infer.core.events import (
+    Admitted,
+    Finished,
+    Preempted,
+    Queued,
+    Resumed,
+    StepCompleted,
+    TokensEmitted,
+)
+from mini_infer.runtime.engine import LLMEngine
+from mini_infer.serving.metrics import EngineMetrics, Histogram
+from tests.serving.live import MODEL, LiveServer, live_server
+
+
+@pytest.fixture
+def fresh_server() -> Iterator[LiveServer]:
+    with live_server() as server:
+        yield server
+
+
+@pytest.fixture
+def metrics() -> EngineMetrics:
+    return EngineMetrics(LLMEngine.from_options(dry_run=True).config)
+
+
+def read(text: str) -> dict[str, float]:
+    """Samples by name, with the finish reason or the bucket's bound where there is one."""
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            extra = sample.labels.get("finished_reason") or sample.labels.get("le")
+            values[sample.name + (f"/{extra}" if extra else "")] = sample.value
+    return values
+
+
+def test_counts_after_some_requests(fresh_server: LiveServer) -> None:
+    for _ in range(2):
+        usage = fresh_server.chat(max_tokens=5, ignore_eos=True).json()["usage"]
+    fresh_server.wait_until_idle()
+    response = fresh_server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert f'model_name="{MODEL}"' in response.text
+    values = read(response.text)
+    prompt_tokens = 2 * usage["prompt_tokens"]
+    assert values["vllm:prompt_tokens_total"] == prompt_tokens
+    assert values["vllm:generation_tokens_total"] == 10
+    assert values["vllm:request_success_total/length"] == 2
+    assert values["vllm:request_success_total/stop"] == 0
+    assert values["vllm:time_to_first_token_seconds_count"] == 2
+    assert values["vllm:inter_token_latency_seconds_count"] == 8
+    assert values["vllm:e2e_request_latency_seconds_count"] == 2
+    assert values["vllm:request_generation_tokens_bucket/4.0"] == 0
+    assert values["vllm:request_generation_tokens_bucket/8.0"] == 2
+    assert values["vllm:prefix_cache_queries_total"] == prompt_tokens
+    hits = usage["prompt_tokens_details"]["cached_tokens"]
+    assert values["vllm:prefix_cache_hits_total"] == hits > 0
+    assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
+    assert values["vllm:kv_cache_usage_perc"] == 0
+    # The last token of an answer is sampled and never computed.
+    computed = prompt_tokens - hits + 10 - 2
+    assert values["vllm:iteration_tokens_total_sum"] == computed
+
+
+def test_gauges_follow_a_request_through_its_queues(metrics: EngineMetrics) -> None:
+    def gauges() -> tuple[float, float]:
+        values = read(metrics.render().decode())
+        return values["vllm:num_requests_waiting"], values["vllm:num_requests_running"]
+
+    seen = []
+    for event in (
+        Queued(1.0, "a", 10),
+        Admitted(1.5, "a", 10, 4),
+        Preempted(2.0, "a", 10),
+        Resumed(2.5, "a", 8),
+        Finished(3.0, "a", "stop", 10, 3),
+        Queued(4.0, "b", 10),
+        Finished(5.0, "b", "abort", 10, 0),
+    ):
+        metrics.observe(event)
+        seen.append(gauges())
+    assert seen == [(1, 0), (0, 1), (1, 0), (0, 1), (0, 0), (1, 0), (0, 0)]
+    values = read(metrics.render().decode())
+    assert values["vllm:num_preemptions_total"] == 1
+    assert values["vllm:request_success_total/abort"] == 1
+
+
+def test_times_are_those_of_the_events(metrics: EngineMetrics) -> None:
+    for event in (
+        Queued(1.0, "a", 10),
+        Admitted(1.25, "a", 10, 0),
+        TokensEmitted(2.0, "a", (5,), 1),
+        TokensEmitted(2.5, "a", (5, 6), 3),
+        Finished(2.75, "a", "stop", 10, 3),
+    ):
+        metrics.observe(event)
+    values = read(metrics.render().decode())
+    assert values["vllm:request_queue_time_seconds_sum"] == 0.25
+    assert values["vllm:time_to_first_token_seconds_sum"] == 1.0
+    assert values["vllm:inter_token_latency_seconds_sum"] == 0.5
+    assert values["vllm:e2e_request_latency_seconds_sum"] == 1.75
+    assert values["vllm:generation_tokens_total"] == 3
+
+
+def test_kv_usage_is_a_share_and_ends_with_the_last_request(metrics: EngineMetrics) -> None:
+    metrics.observe(Queued(1.0, "a", 10))
+    metrics.observe(StepCompleted(1.0, 0, 10, 0, 1, 0, 5, 20))
+    assert read(metrics.render().decode())["vllm:kv_cache_usage_perc"] == 0.25
+    metrics.observe(Finished(2.0, "a", "abort", 10, 0))
+    assert read(metrics.render().decode())["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_histogram_bounds_are_inclusive() -> None:
+    histogram = Histogram("", (1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert histogram.cumulative() == ([("1.0", 2), ("2.0", 4), ("+Inf", 5)], 14.0)
+
+
+def test_two_apps_do_not_share_a_registry(metrics: EngineMetrics) -> None:
+    other = EngineMetrics(LLMEngine.from_options(dry_run=True).config)
+    metrics.observe(Queued(1.0, "a", 10))
+    assert read(metrics.render().decode())["vllm:num_requests_waiting"] == 1
+    assert read(other.render().decode())["vllm:num_requests_waiting"] == 0

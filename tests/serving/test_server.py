@@ -1,0 +1,112 @@
+"""The other endpoints, the socket, signals, and what the dry run may import."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from mini_infer import __version__
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.serving.server import bind
+from tests.serving.live import MODEL, LiveServer
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from mini_infer import LLMEngine
+from mini_infer.serving.server import run_server
+run_server(LLMEngine.from_options(dry_run=True), "127.0.0.1", 0)
+heavy = ("torch", "transformers", "numpy", "jinja2", "tokenizers", "prometheus_client")
+print([name for name in heavy if name in sys.modules], flush=True)
+"""
+
+
+def test_models(server: LiveServer) -> None:
+    listing = server.client.get("/v1/models").json()
+    [card] = listing["data"]
+    assert (listing["object"], card["object"], card["id"]) == ("list", "model", MODEL)
+    assert card["max_model_len"] == 4096
+    assert server.client.get(f"/v1/models/{MODEL}").json() == card
+
+
+def test_version_and_health(server: LiveServer) -> None:
+    assert server.client.get("/version").json() == {"version": __version__}
+    assert server.client.get("/health").status_code == 200
+
+
+def test_the_api_describes_itself(server: LiveServer) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(paths)
+
+
+def test_the_page_is_one_file_without_outside_resources(server: LiveServer) -> None:
+    response = server.client.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert "/v1/chat/completions" in response.text
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|https?://""", response.text)
+
+
+def test_the_page_never_parses_the_models_text_as_html() -> None:
+    page = (ROOT / "mini_infer/serving/static/index.html").read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+
+
+def test_every_control_of_the_page_has_a_label() -> None:
+    page = (ROOT / "mini_infer/serving/static/index.html").read_text()
+    for control in re.findall(r"<(?:input|textarea)[^>]*>", page):
+        name = re.search(r'id="([^"]+)"', control)
+        assert name is not None
+        inside_label = re.search(rf"<label>[^<]+{re.escape(control)}", page)
+        assert inside_label or f'for="{name[1]}"' in page
+
+
+def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(InvalidConfigError, match=rf"port {port}.*in use.*--port"):
+            bind("127.0.0.1", port)
+
+
+def test_a_port_is_free_again_at_once() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            listener.accept()[0].close()
+    bind("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.1"])
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    with pytest.raises(InvalidConfigError, match=host):
+        bind(host, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_dry_run_starts_answers_and_ends_cleanly(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        announcement = process.stdout.readline()
+        url = announcement.split()[-1]
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions",
+            data=b'{"messages": [{"role": "user", "content": "hi"}]}',
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=5) as response:
+            assert response.status == 200
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stderr) == (0, "")
+    assert stdout.strip() == "[]"
