@@ -70,8 +70,10 @@ $(VENV)/.torch: constraints.txt
 
 $(VENV)/.serve: $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet -c constraints.txt -e ".[serve]"
+	$(BIN)/python -m compileall -q mini_infer
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet -c constraints.txt -e ".[serve,dev]"
+	$(BIN)/python -m compileall -q mini_infer
 	@touch $@ $(VENV)/.serve

@@ -1,5 +1,6 @@
 """``mini-infer serve``: checks before it loads, answers without torch, ends when told."""
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 
 from mini_infer.cli.main import main
+from mini_infer.cli.serve import collector_paused
+from mini_infer.core.errors import InvalidConfigError
 
 ROOT = Path(__file__).parents[2]
 # Prints the heavy modules that were imported when the server ends.
@@ -55,6 +58,21 @@ def test_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_the_engine_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "0", *arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_collector_is_paused_while_starting_and_not_after() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+
+
+def test_collector_runs_again_after_a_failed_start() -> None:
+    with pytest.raises(InvalidConfigError), collector_paused():
+        raise InvalidConfigError("no")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
