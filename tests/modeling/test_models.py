@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.dummy_source import DummySource
+from mini_infer.modeling.weights import build_model
 from tests.modeling.driver import PagedDriver
+from tests.modeling.fakes import tiny_config
 from tests.modeling.hf_models import CASES, TRAINED_LENGTH, hf_model, load, prompt
 
 PROMPT = prompt(21)
@@ -111,3 +116,30 @@ def test_dynamic_rotary_does_not_depend_on_chunking(tmp_path: Path, chunk_size: 
     whole = PagedDriver(model).prefill("a", tokens, len(tokens))
     chunked = PagedDriver(model).prefill("a", tokens, chunk_size)
     torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=0)
+
+
+WINDOWED = tiny_config("Qwen3ForCausalLM", head_dim=12, use_sliding_window=True, sliding_window=5)
+DUMMY = build_model(WINDOWED, DummySource(WINDOWED, 0, torch.float32), torch.float32)
+SPLITS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(splits=st.lists(SPLITS, min_size=1, max_size=4), block_size=st.integers(1, 17))
+def test_any_interleaving_computes_what_each_request_computes_alone(
+    splits: list[list[int]], block_size: int
+) -> None:
+    requests = {str(seed): prompt(sum(sizes), seed) for seed, sizes in enumerate(splits)}
+    tokens = {name: [token % 64 for token in row] for name, row in requests.items()}
+    driver = PagedDriver(DUMMY, block_size, num_blocks=200)
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in tokens}
+    for step in range(max(map(len, splits))):
+        chunks = []
+        for name, sizes in zip(tokens, splits, strict=True):
+            if step < len(sizes):
+                begin = sum(sizes[:step])
+                chunks.append((name, tokens[name][begin : begin + sizes[step]]))
+        for (name, _), rows in zip(chunks, driver.step(chunks), strict=True):
+            logits[name].append(rows)
+    for name, row in tokens.items():
+        alone = PagedDriver(DUMMY).prefill(name, row, 64)
+        torch.testing.assert_close(torch.cat(logits[name]), alone, atol=1e-5, rtol=0)

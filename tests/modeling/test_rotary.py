@@ -37,7 +37,13 @@ CASES: dict[str, dict[str, Any]] = {
     "yarn, range not truncated": {**QWEN_YARN, "truncate": False},
     "yarn, attention factor": {**QWEN_YARN, "attention_factor": 1.25},
     "yarn, mscale": {**QWEN_YARN, "mscale": 0.8, "mscale_all_dim": 0.5},
-    "yarn, empty blend": {**QWEN_YARN, "beta_fast": 8.0, "beta_slow": 8.0, "truncate": False},
+    "yarn, nothing to blend": {
+        **QWEN_YARN,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 8.0,
+        "beta_slow": 5.5,
+        "rope_theta": 10000.0,
+    },
     "yarn, factor 1": {**QWEN_YARN, "factor": 1.0},
 }
 
