@@ -1,6 +1,5 @@
 """Models of the Hugging Face Hub, through its own client and its own cache."""
 
-import json
 from pathlib import Path
 
 from mini_infer.core.errors import ModelNotFoundError, WeightsError
@@ -56,32 +55,13 @@ def fetch_hub_model(repo_id: str) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Does the folder hold a configuration, a tokenizer and every safetensors shard?"""
-    if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
+    """Does the folder hold a configuration, a tokenizer and every safetensors shard, undamaged?"""
+    from mini_infer.modeling.safetensors_source import SafetensorsSource
+
+    if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
         return False
     try:
-        require_safetensors(folder)
+        SafetensorsSource(folder)
     except WeightsError:
         return False
     return True
-
-
-def require_safetensors(folder: Path) -> None:
-    """
-    Raises:
-        WeightsError: the folder holds no safetensors, or its index names a shard that is missing.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        if any(folder.glob("*.safetensors")):
-            return
-        found = sorted(path.name for path in folder.glob("*.bin"))
-        pickles = f"; {found[0]} is a pickle, which mini-infer does not open" if found else ""
-        raise WeightsError(f"{folder} holds no safetensors{pickles}")
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        raise WeightsError(f"{index} is not a valid index of shards") from None
-    missing = sorted(name for name in shards if not (folder / name).exists())
-    if missing:
-        raise WeightsError(f"{folder} lacks the shard {missing[0]} that its index names")

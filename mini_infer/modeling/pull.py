@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from mini_infer.modeling.hub import require_safetensors
 from mini_infer.modeling.model_files import gguf_cache_folder, locate_model
 
 
@@ -23,5 +22,7 @@ def pull(model: str) -> Path:
         from mini_infer.modeling.gguf_convert import convert_gguf_to_folder
 
         return convert_gguf_to_folder(files.weights, gguf_cache_folder(files.weights, "converted"))
-    require_safetensors(files.folder)
+    from mini_infer.modeling.safetensors_source import SafetensorsSource
+
+    SafetensorsSource(files.folder)  # raises for a shard that is missing or damaged
     return files.folder

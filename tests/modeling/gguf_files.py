@@ -43,7 +43,7 @@ def write_gguf(
     metadata: dict[str, Any],
     tensors: dict[str, np.ndarray | tuple[np.ndarray, gguf.GGMLQuantizationType]],
 ) -> Path:
-    """A file of these keys (None: left out) and tensors; a tuple holds raw blocks and their type."""
+    """A file of these keys (None: left out) and tensors; a tuple holds raw blocks and a type."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         if isinstance(value, bool):

@@ -303,7 +303,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
         raise gguf_convert.SafetensorError("No space left on device")
 
     monkeypatch.setattr(gguf_convert, "save_file", full)
-    with pytest.raises(InvalidConfigError, match="No space left.*MINI_INFER_CACHE"):
+    with pytest.raises(InvalidConfigError, match=r"No space left.*MINI_INFER_CACHE"):
         convert_gguf_to_folder(path, tmp_path / "out")
 
 
@@ -326,6 +326,14 @@ def test_the_first_of_two_conversions_wins(tmp_path: Path) -> None:
     assert model_cache.write_folder_atomically(target, write) == target
     assert [path.name for path in target.iterdir()] == ["theirs"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_cannot_be_put_in_place(tmp_path: Path) -> None:
+    def write(temporary: Path) -> None:
+        (tmp_path / "out").touch()  # a file, where the folder should go
+
+    with pytest.raises(InvalidConfigError, match="can't write to"):
+        model_cache.write_folder_atomically(tmp_path / "out", write)
 
 
 def test_two_processes_convert_at_once(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ Kind = gguf.GGMLQuantizationType
 NAME, HF_NAME = "blk.0.ffn_up.weight", "model.layers.0.mlp.up_proj.weight"
 
 
+ONE_FLOAT = struct.pack("<Q1sIQIQ", 1, b"t", 1, 1, Kind.F32, 0)
+"""Header of a tensor t of one value."""
+
+
 def one_tensor(path: Path, data: np.ndarray, kind: Kind | None = None) -> GGUFSource:
     return GGUFSource(write_gguf(path, "qwen2", {}, {NAME: (data, kind)}))
 
@@ -184,7 +188,7 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "mamba", {}, {})
-    with pytest.raises(UnsupportedModelError, match="'mamba'.*llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, qwen2, qwen3"):
         GGUFSource(path)
 
 
@@ -258,6 +262,14 @@ def test_flipped_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "an array of type 9"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"\xff", 0), "not valid UTF-8"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9), "tensor t has 9 dimensions"),
+        (
+            b"GGUF" + struct.pack("<IQQQ17sII", 3, 0, 1, 17, b"general.alignment", 4, 0),
+            "general.alignment is 0",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + 2 * ONE_FLOAT + bytes(64),
+            "two tensors are named t",
+        ),
     ],
 )
 def test_a_corrupt_header_is_a_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
