@@ -68,7 +68,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
     return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
 
-def rows_at_once(logits: Tensor) -> int:
+def _rows_at_once(logits: Tensor) -> int:
     """Rows of ``logits [R, V]`` to sample together: on a CPU, what its cache holds."""
     num_rows, vocab_size = logits.shape
     return num_rows if logits.device.type != "cpu" else max(1, CACHED_LOGITS // vocab_size)
@@ -108,9 +108,9 @@ class Sampler:
         """Samples.
 
         Args:
-            logits: ``[R, V]`` float32, raw; left as they are.
-            slots: each row's slot, on the host.
-            num_tokens: how many tokens stand before the sampled one: its position.
+            logits: ``[R, V]``, at least one row, raw, any float dtype; left as they are.
+            slots: each row's slot, on the host. A slot may own several rows.
+            num_tokens: how many tokens stand before the one to sample: its position.
             token_table: ``[slots, max_model_len]`` integers on the device.
             state: what each slot's request asked for.
 
@@ -118,8 +118,9 @@ class Sampler:
             Ids in ``[0, V)``, always: a row of only -inf gives token 0, and NaN counts as the
             largest logit. Log-probabilities are those of the raw logits.
         """
+        logits = logits.float()
         num_top = int(state.num_logprobs[np.asarray(slots)].max())
-        at_once = rows_at_once(logits)
+        at_once = _rows_at_once(logits)
         parts = []
         for first in range(0, len(slots), at_once):
             some = slice(first, first + at_once)

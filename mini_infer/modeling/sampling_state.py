@@ -4,6 +4,7 @@ A step gathers the rows of the slots it samples. Beside the device's columns sta
 host: they tell which optional stages a batch needs without asking the device.
 """
 
+import math
 from enum import IntFlag
 
 import numpy as np
@@ -112,8 +113,8 @@ class SamplingState:
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         reals = {
             "temperature": params.temperature,
-            "top_p": params.top_p if params.top_p < 1.0 else float("inf"),
-            "log_min_p": float(np.log(params.min_p)) if params.min_p > 0.0 else float("-inf"),
+            "top_p": params.top_p if params.top_p < 1.0 else math.inf,
+            "log_min_p": math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             "repetition": params.repetition_penalty,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,

@@ -125,7 +125,7 @@ def test_splitmix64_matches_its_published_sequence() -> None:
 class TestOrder:
     @pytest.mark.parametrize("k", [1, 3, 8])
     def test_ties_list_by_id(self, k: int) -> None:
-        logits = torch.tensor([[1.0, 2.0, 2.0, -1.0, 0.0, -0.0, 2.0, -float("inf")]])
+        logits = torch.tensor([[1.0, 2.0, 2.0, -1.0, -0.0, 0.0, 2.0, -float("inf")]])
         assert ops.top_tokens(logits, k).tolist() == [[1, 2, 6, 0, 4, 5, 3, 7][:k]]
 
     def test_matches_a_stable_sort(self) -> None:

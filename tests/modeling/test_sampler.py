@@ -279,6 +279,31 @@ class TestLogprobs:
         assert result.top_token_ids.tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(logprobs=2), SamplingParams(top_k=2, logprobs=2)]
+)
+def test_half_precision_logits_are_sampled_in_float32(
+    dtype: torch.dtype, params: SamplingParams
+) -> None:
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(6)).to(dtype)
+    half, full = (sample(x, [admit(0, params, seed=1)]) for x in (logits, logits.float()))
+    assert torch.equal(half.token_ids, full.token_ids)
+    assert half.logprobs is not None
+    assert full.logprobs is not None
+    assert torch.equal(half.logprobs.logprobs, full.logprobs.logprobs)
+
+
+def test_a_slot_may_own_several_rows() -> None:
+    """As verification of drafts needs: each row sees only the tokens before its position."""
+    logits = torch.tensor([[3.0, 2.0, 1.0]]).expand(3, -1)
+    state = SamplingState(1, 3, CPU)
+    state.admit(admit(0, greedy(presence_penalty=2.0), (2,), 1))
+    table = torch.tensor([[2, 0, 1, 0]])
+    result = Sampler()(logits, [0, 0, 0], [1, 2, 3], table, state)
+    assert result.token_ids.tolist() == [0, 1, 0]
+
+
 EXTREMES = {
     "all_minus_infinity": [-INF] * 5,
     "all_nan": [float("nan")] * 5,
