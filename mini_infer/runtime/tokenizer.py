@@ -249,6 +249,4 @@ def _add_declared_tokens(
     for name in names:
         token = known.get(name) or AddedToken(name, normalized=False)
         if not token.special:
-            token.special = True
             backend.add_special_tokens([token])
-            known[name] = token

@@ -94,6 +94,13 @@ def test_unarmed_text_completes_no_stop_string_but_may_begin_one() -> None:
     assert matcher.matched == "ab"
 
 
+def test_a_stop_string_may_overlap_one_that_did_not_count() -> None:
+    matcher = StopStringMatcher(["aa"])
+    assert matcher.append("aa", armed=False) == "a"
+    assert matcher.append("a") == ""
+    assert matcher.matched == "aa"
+
+
 def test_only_what_can_still_become_a_stop_string_is_held_back() -> None:
     matcher = StopStringMatcher(["<end>", "dog."])
     assert matcher.append("a <") == "a "

@@ -274,7 +274,8 @@ def test_saved_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
     tokenizer = HFTokenizer.from_folder(save(tmp_path, backend, BYTE_LEVEL_CONFIG))
-    assert tokenizer.decode(tokenizer.encode(CORPUS[0])) == CORPUS[0]
+    plain = HFTokenizer(byte_level(), BYTE_LEVEL_CONFIG, {})
+    assert tokenizer.encode(CORPUS[0]) == plain.encode(CORPUS[0])
 
 
 def test_longest_token_bounds_the_characters_of_a_text(tokenizer: HFTokenizer) -> None:
