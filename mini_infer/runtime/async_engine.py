@@ -221,15 +221,13 @@ class AsyncEngine:
             while self._obey():
                 deltas = self._engine.step()
                 rejections, self._rejections = self._rejections, []
-                if deltas or rejections:
-                    loop.call_soon_threadsafe(self._deliver, deltas, rejections)
+                if (deltas or rejections) and not _call(loop, self._deliver, deltas, rejections):
+                    break
         except Exception as error:
             logger.exception("the engine failed")
             death = f"the engine failed ({type(error).__name__}: {error}); restart it"
         self._death = death
-        # The loop may be gone already; then so are the consumers.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._fail_all, death)
+        _call(loop, self._fail_all, death)
         self._engine.shutdown()
 
     def _obey(self) -> bool:
@@ -279,3 +277,17 @@ class AsyncEngine:
         for request_id, consumer in list(self._consumers.items()):
             self._forget(request_id, consumer)
             consumer.fail(EngineDeadError(death))
+
+
+def _call(
+    loop: asyncio.AbstractEventLoop,
+    function: Callable[Arguments, None],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> bool:
+    """Calls ``function`` in the loop's thread; False if the loop, with every consumer, is gone."""
+    try:
+        loop.call_soon_threadsafe(partial(function, *args, **kwargs))
+    except RuntimeError:
+        return False
+    return True

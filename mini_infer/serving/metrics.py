@@ -18,6 +18,7 @@ from mini_infer.core.events import (
     Finished,
     Preempted,
     Queued,
+    RequestEvent,
     Resumed,
     StepCompleted,
     TokensEmitted,
@@ -118,7 +119,13 @@ class EngineMetrics:
         }
 
     def observe(self, event: Event) -> None:
-        """Takes in one event."""
+        """Takes in one event. Of requests that were queued before it subscribed it ignores all."""
+        if (
+            isinstance(event, RequestEvent)
+            and event.request_id not in self._progress
+            and not isinstance(event, Queued)
+        ):
+            return
         match event:
             case TokensEmitted():
                 self._on_tokens(event)

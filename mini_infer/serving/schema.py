@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "continue_final_message": (False,),
+    "continuous_usage_stats": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -73,7 +74,7 @@ SAMPLING_FIELDS = (
 class StreamOptions(BaseModel):
     """How a stream reports its usage."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool = False
     """A last chunk without choices that holds the usage."""
@@ -116,7 +117,8 @@ class RequestBody(BaseModel):
 
     def check(self) -> None:
         """Raises InvalidRequestError for a field, or a combination, that can't be honoured."""
-        for name, value in (self.model_extra or {}).items():
+        options = self.stream_options or StreamOptions()
+        for name, value in {**(self.model_extra or {}), **(options.model_extra or {})}.items():
             if name in REFUSED and value is not None and value not in REFUSED[name]:
                 raise InvalidRequestError(
                     f"{name} is not supported by mini-infer; leave it out", name

@@ -1,5 +1,7 @@
 """Runs the application until a signal: socket first, engine's end last."""
 
+import asyncio
+import contextlib
 import socket
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 SHUTDOWN_GRACE = 5
-"""Seconds that running requests may still take after the first signal; a second one ends them."""
+"""Seconds that running requests may still take after the first signal."""
 
 
 def run_server(engine: "LLMEngine", host: str, port: int) -> None:
@@ -41,10 +43,11 @@ def run_server(engine: "LLMEngine", host: str, port: int) -> None:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=SHUTDOWN_GRACE,
+                timeout_graceful_shutdown=2 * SHUTDOWN_GRACE,
             )
             url = _url(host, listener.getsockname()[1])
-            _Server(config, f"{engine.config.served_model_name} is served at {url}").run([listener])
+            announcement = f"{engine.config.served_model_name} is served at {url}"
+            _Server(config, async_engine, announcement).run([listener])
     finally:
         async_engine.shutdown()
 
@@ -82,16 +85,33 @@ def _url(host: str, port: int) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready, and returns after a signal instead of raising it again."""
+    """Says when it is ready, and returns after a signal instead of raising it again.
 
-    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
+    The first signal lets running requests finish for a while, a second one does not; what then
+    still runs ends with an error object, and no connection is cut.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, announcement: str) -> None:
         super().__init__(config)
+        self._engine = engine
         self._announcement = announcement
+        self._hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         print(self._announcement, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            self._hurry.set()
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_requests())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_requests(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), SHUTDOWN_GRACE)
+        await asyncio.to_thread(self._engine.shutdown)

@@ -43,6 +43,11 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids", "token id"),
     ({"stream": "yes"}, "stream", "boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "continuous_usage_stats",
+        "not supported",
+    ),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
     ({"priority": "high"}, "priority", "integer"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),

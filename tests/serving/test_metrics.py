@@ -116,6 +116,20 @@ def test_kv_usage_is_a_share_and_ends_with_the_last_request(metrics: EngineMetri
     assert read(metrics.render().decode())["vllm:kv_cache_usage_perc"] == 0
 
 
+def test_a_request_from_before_it_subscribed_is_ignored(metrics: EngineMetrics) -> None:
+    for event in (
+        Admitted(1.0, "old", 10, 0),
+        TokensEmitted(1.0, "old", (5,), 1),
+        Preempted(1.0, "old", 10),
+        Resumed(1.0, "old", 0),
+        Finished(1.0, "old", "stop", 10, 1),
+    ):
+        metrics.observe(event)
+    values = read(metrics.render().decode())
+    assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
+    assert values["vllm:request_success_total/stop"] == 0
+
+
 def test_histogram_bounds_are_inclusive() -> None:
     histogram = Histogram("", (1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):

@@ -8,12 +8,13 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mini_infer import __version__
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.serving.server import bind
-from tests.serving.live import MODEL, LiveServer
+from tests.serving.live import CHAT, MODEL, LiveServer, wait_for
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -110,3 +111,46 @@ def test_a_dry_run_starts_answers_and_ends_cleanly(number: signal.Signals) -> No
         stdout, stderr = process.communicate(timeout=10)
     assert (process.returncode, stderr) == (0, "")
     assert stdout.strip() == "[]"
+
+
+def refuses_connections(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_second_signal_ends_running_requests_with_an_error_object() -> None:
+    slow = """
+import time
+step = LLMEngine.step
+LLMEngine.step = lambda self: (time.sleep(0.01), step(self))[1]
+"""
+    program = PROGRAM.replace("run_server(", f"{slow}run_server(", 1)
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=10) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert "assistant" in next(lines)
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: refuses_connections(url))
+            process.send_signal(signal.SIGTERM)
+            *_, error, done = lines
+        stderr = process.communicate(timeout=10)[1]
+    assert "the engine was shut down" in error
+    assert done == "data: [DONE]"
+    assert (process.returncode, stderr) == (0, "")
