@@ -19,7 +19,8 @@ def gguf_architecture(file: GGUFFile) -> str:
     """The Hugging Face class name of the file's architecture.
 
     Raises:
-        UnsupportedModelError: another architecture, or a mixture of experts under one of the names.
+        UnsupportedModelError: another architecture, a mixture of experts under one of the names,
+            or one file of several.
     """
     architecture = file.architecture
     if architecture not in ARCHITECTURES:
@@ -29,6 +30,11 @@ def gguf_architecture(file: GGUFFile) -> str:
         )
     if file.get(f"{architecture}.expert_count", 0):
         raise UnsupportedModelError(f"{file.path}: a mixture of experts is not supported")
+    if (num_files := file.get("split.count", 1)) > 1:
+        raise UnsupportedModelError(
+            f"{file.path} is one of {num_files} files that make up a model: join them first "
+            "(llama.cpp's gguf-split --merge)"
+        )
     return ARCHITECTURES[architecture]
 
 

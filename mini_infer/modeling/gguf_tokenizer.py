@@ -166,7 +166,7 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
         for token_id, (token, kind) in enumerate(zip(tokens, token_types, strict=True))
         if kind == CONTROL and token in END_OF_TURN
     ]
-    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))}
+    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
     for name, key in (("bos", "bos_token_id"), ("pad", "padding_token_id")):
         if (token_id := _token_id(file, key, len(tokens))) is not None:
             config[f"{name}_token_id"] = token_id

@@ -1,11 +1,14 @@
 """Models of the Hugging Face Hub, through its own client and its own cache."""
 
+from functools import partial
 from pathlib import Path
 
 from mini_infer.core.errors import ModelNotFoundError, WeightsError
 
 FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 """No pickles, no other framework's weights, no code."""
+IGNORED_PATTERNS = ("*/*", "consolidated*")
+"""Subfolders, and Mistral's second copy of the weights under other names."""
 
 
 def fetch_hub_model(repo_id: str) -> Path:
@@ -29,9 +32,14 @@ def fetch_hub_model(repo_id: str) -> Path:
             f"{repo_id} is fetched with the package huggingface-hub, which is not installed: "
             "pip install huggingface-hub, or give a folder as the model"
         ) from None
-    patterns = list(FILE_PATTERNS)
+    download = partial(
+        snapshot_download,
+        repo_id,
+        allow_patterns=list(FILE_PATTERNS),
+        ignore_patterns=list(IGNORED_PATTERNS),
+    )
     try:
-        folder = Path(snapshot_download(repo_id, allow_patterns=patterns, local_files_only=True))
+        folder = Path(download(local_files_only=True))
         if is_complete(folder):
             return folder
     except HFValidationError:
@@ -39,7 +47,7 @@ def fetch_hub_model(repo_id: str) -> Path:
     except LocalEntryNotFoundError:
         pass  # Not in the Hub's cache: download it.
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(download())
     except GatedRepoError:
         reason = "access to it must be granted on its page; then log in with 'hf auth login'"
     except RepositoryNotFoundError:

@@ -198,6 +198,12 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         GGUFSource(path)
 
 
+def test_one_file_of_several_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", {"split.count": 3}, {})
+    with pytest.raises(UnsupportedModelError, match=r"one of 3 files .* join them first"):
+        GGUFSource(path)
+
+
 def test_an_unsupported_quantisation_names_file_tensor_and_type(tmp_path: Path) -> None:
     raw = gguf.quants.quantize(np.ones((2, 32), np.float32), Kind.Q5_0)
     with pytest.raises(WeightsError, match=f"m.gguf: tensor {NAME} .*Q5_0.*Q4_K, Q6_K"):

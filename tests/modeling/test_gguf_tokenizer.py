@@ -215,6 +215,12 @@ def test_every_end_of_turn_token_ends_an_answer(tmp_path: Path) -> None:
     assert generation_config(GGUFFile(path))["eos_token_id"] == [EOS, 5, 0]
 
 
+def test_a_model_without_an_end_names_none(tmp_path: Path) -> None:
+    changes = {"eos_token_id": None, "token_type": [1] * (len(TOKENS) + 2)}
+    path = write_gguf(tmp_path / "t.gguf", "llama", tokenizer_metadata(**changes), {})
+    assert "eos_token_id" not in generation_config(GGUFFile(path))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

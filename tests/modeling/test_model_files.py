@@ -236,6 +236,7 @@ def test_an_incomplete_hub_model_is_downloaded(
     patterns = calls[1]["allow_patterns"]
     assert "*.safetensors" in patterns
     assert not [pattern for pattern in patterns if "bin" in pattern or "py" in pattern]
+    assert "consolidated*" in calls[1]["ignore_patterns"]
 
 
 @pytest.mark.parametrize(
