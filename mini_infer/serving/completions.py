@@ -37,7 +37,8 @@ class CompletionFormat:
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[delta.request_id] = delta.prompt_logprobs
         first = index not in self._logprobs
-        if delta.text or delta.logprobs or (first and self._body.echo):
+        tells_prompt = self._body.echo or self._body.prompt_logprobs is not None
+        if delta.text or delta.logprobs or (first and tells_prompt):
             text, logprobs = self._piece(delta.request_id, index, delta.text, delta.logprobs)
             fields: dict[str, Any] = {}
             if first and self._body.prompt_logprobs is not None:

@@ -193,9 +193,10 @@ class CompletionRequest(RequestBody):
         """Raises InvalidRequestError for a value out of range."""
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         params = self._sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
-        if self.echo and params.logprobs is not None and params.prompt_logprobs is None:
+        if self.echo and params.logprobs is not None:
             # The prompt's log-probabilities are part of the echo.
-            return dataclasses.replace(params, prompt_logprobs=params.logprobs)
+            count = max(params.logprobs, params.prompt_logprobs or 0)
+            return dataclasses.replace(params, prompt_logprobs=count)
         return params
 
     def prompts(self) -> list[str | list[int]]:

@@ -136,6 +136,20 @@ def test_prompt_logprobs(server: LiveServer) -> None:
     assert all("prompt_logprobs" not in item for item in rest)
 
 
+def test_prompt_logprobs_come_also_with_an_empty_answer(server: LiveServer) -> None:
+    whole = server.complete(**GREEDY).json()["choices"][0]["text"]
+    body = {**GREEDY, "prompt": "Hello", "prompt_logprobs": 0, "stop": whole[:2]}
+    first, last = choices_of(server.stream(COMPLETIONS, **body))
+    assert len(first["prompt_logprobs"]) == 6
+    assert (first["text"], last["finish_reason"]) == ("", "stop")
+
+
+def test_echo_shows_as_many_candidates_as_logprobs_asks_for(server: LiveServer) -> None:
+    fields = {**GREEDY, "echo": True, "logprobs": 3, "prompt_logprobs": 0}
+    [choice] = server.complete("Hello", **fields).json()["choices"]
+    assert all(len(tops) >= 3 for tops in choice["logprobs"]["top_logprobs"][1:])
+
+
 def test_usage_of_a_streamed_batch(server: LiveServer) -> None:
     body = {**GREEDY, "prompt": ["One", "Two"], "stream_options": {"include_usage": True}}
     *_, last = server.stream(COMPLETIONS, **body)
