@@ -143,7 +143,12 @@ class HFTokenizer:
         for name, value in _read_json(folder / "tokenizer_config.json").items():
             if value is not None:
                 config[name] = value
-        return cls(backend, config, load_chat_templates(folder, config))
+        try:
+            return cls(backend, config, load_chat_templates(folder, config))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"{folder / 'tokenizer_config.json'} is malformed: {type(error).__name__}: {error}"
+            ) from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -234,8 +239,12 @@ def _add_declared_tokens(
     from tokenizers import AddedToken
 
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
-    names = [*special_tokens.values(), *filter(None, map(_content, extra))]
+    names = list(special_tokens.values())
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        extra = config.get(key) or ()
+        names += filter(
+            None, map(_content, extra.values() if isinstance(extra, Mapping) else extra)
+        )
     for _, entry in sorted(
         (config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])
     ):

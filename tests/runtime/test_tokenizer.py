@@ -1,8 +1,6 @@
 """Tokenizers built here: ids and text equal to transformers', bytes per token, special tokens."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,6 +296,40 @@ def test_malformed_files_are_named(tmp_path: Path, name: str, content: str) -> N
         HFTokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"400": {}}},
+        {"added_tokens_decoder": {"x": {"content": "x"}}},
+        {"added_tokens_decoder": ["x"]},
+        {"chat_template": [{"name": "default"}]},
+        {"chat_template": 5},
+    ],
+)
+def test_a_config_of_the_wrong_shape_is_a_typed_error(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    save(tmp_path, byte_level(), {**BYTE_LEVEL_CONFIG, **config})
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer_config\.json is malformed"):
+        HFTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"additional_special_tokens": ["<img>", {"content": "<eoi>"}]},
+        {"extra_special_tokens": {"image_token": "<img>", "end_token": "<eoi>"}},
+    ],
+)
+def test_further_special_tokens_of_the_config(tmp_path: Path, extra: dict[str, Any]) -> None:
+    folder = save(tmp_path, byte_level(), {**BYTE_LEVEL_CONFIG, **extra})
+    tokenizer = HFTokenizer.from_folder(folder)
+    ids = tokenizer.encode("<img><eoi>")
+    assert len(ids) == 2
+    assert all(map(tokenizer.is_special, ids))
+    assert tokenizer.decode(ids) == ""
+
+
 @pytest.mark.parametrize("kind", ["bytes", "byte_level"])
 def test_half_a_surrogate_pair_is_a_typed_error(kind: str) -> None:
     tokenizer: Tokenizer = (
@@ -305,57 +337,6 @@ def test_half_a_surrogate_pair_is_a_typed_error(kind: str) -> None:
     )
     with pytest.raises(InvalidRequestError, match="surrogate"):
         tokenizer.encode("a\ud800b")
-
-
-def test_byte_tokenizer() -> None:
-    tokenizer = ByteTokenizer()
-    assert tokenizer.encode("h\xe9") == [256, 0x68, 0xC3, 0xA9]
-    ids = tokenizer.encode("<|im_start|>a<|eos|><|im_end|>b<|bos|>", add_special_tokens=False)
-    assert ids == [258, 0x61, 257, 259, 0x62, 256]
-    assert tokenizer.decode(ids) == "ab"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|im_start|>a<|eos|><|im_end|>b<|bos|>"
-    )
-    assert tokenizer.decode([0xC3]) == "\ufffd"
-    assert (tokenizer.vocab_size, tokenizer.token_bytes(260), tokenizer.token_bytes(-1)) == (
-        260,
-        b"",
-        b"",
-    )
-
-
-def test_byte_tokenizer_writes_chatml() -> None:
-    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    tokenizer = ByteTokenizer()
-    prompt = tokenizer.apply_chat_template(messages, tools=[{}])
-    assert prompt == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-    )
-    assert tokenizer.encode(prompt, add_special_tokens=False)[0] == 258
-
-
-@pytest.mark.parametrize(
-    ("modules", "absent"),
-    [
-        ("byte_tokenizer input_processor output_processor", "jinja2 tokenizers torch numpy"),
-        ("tokenizer chat_template", "transformers torch numpy"),
-    ],
-)
-def test_imports_stay_light(modules: str, absent: str) -> None:
-    code = "\n".join(
-        [
-            *(f"import mini_infer.runtime.{module}" for module in modules.split()),
-            "import sys",
-            f"print([name for name in {absent.split()} if name in sys.modules])",
-        ]
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.real_model

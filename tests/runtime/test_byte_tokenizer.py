@@ -1,0 +1,59 @@
+"""The tokenizer of the dry run, and how little its imports cost."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+
+
+def test_byte_tokenizer() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("h\xe9") == [256, 0x68, 0xC3, 0xA9]
+    ids = tokenizer.encode("<|im_start|>a<|eos|><|im_end|>b<|bos|>", add_special_tokens=False)
+    assert ids == [258, 0x61, 257, 259, 0x62, 256]
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>a<|eos|><|im_end|>b<|bos|>"
+    )
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+    assert (tokenizer.vocab_size, tokenizer.token_bytes(260), tokenizer.token_bytes(-1)) == (
+        260,
+        b"",
+        b"",
+    )
+
+
+def test_byte_tokenizer_writes_chatml() -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    tokenizer = ByteTokenizer()
+    prompt = tokenizer.apply_chat_template(messages, tools=[{}])
+    assert prompt == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
+    )
+    assert tokenizer.encode(prompt, add_special_tokens=False)[0] == 258
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("byte_tokenizer input_processor output_processor", "jinja2 tokenizers torch numpy"),
+        ("tokenizer chat_template", "transformers torch numpy"),
+    ],
+)
+def test_imports_stay_light(modules: str, absent: str) -> None:
+    code = "\n".join(
+        [
+            *(f"import mini_infer.runtime.{module}" for module in modules.split()),
+            "import sys",
+            f"print([name for name in {absent.split()} if name in sys.modules])",
+        ]
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
