@@ -92,7 +92,9 @@ class CompletionLogprobs:
             continues = bool(item.bytes) and _continues(item.bytes[0])
             piece["tokens"].append(item.decoded_token)
             piece["token_logprobs"].append(item.logprob)
-            piece["top_logprobs"].append({item.decoded_token: item.logprob} | top)
+            # First and last: of candidates that are spelled alike, its own value counts.
+            own = {item.decoded_token: item.logprob}
+            piece["top_logprobs"].append(own | top | own)
             piece["text_offset"].append(max(0, self._num_chars - continues))
             self._num_chars += sum(not _continues(byte) for byte in item.bytes)
         return piece

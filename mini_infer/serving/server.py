@@ -43,6 +43,7 @@ def run_server(engine: "LLMEngine", host: str, port: int) -> None:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
+                ws="none",
                 timeout_graceful_shutdown=2 * SHUTDOWN_GRACE,
             )
             url = _url(host, listener.getsockname()[1])
