@@ -137,6 +137,14 @@ class TestMasks:
             row = admit(0, params, tokens, 3, stop_token_ids=(0, 1))
             assert sample(logits, [row]).token_ids.item() == expected
 
+    def test_min_tokens_ends_also_beside_bad_words(self) -> None:
+        logits = torch.tensor([[9.0, 8.0, 7.0]])
+        for num_output, expected in enumerate([2, 0]):
+            tokens = (2,) * (1 + num_output)
+            words = {"stop_token_ids": (0,), "bad_words_token_ids": ((1,),)}
+            row = admit(0, greedy(min_tokens=1), tokens, 1, **words)
+            assert sample(logits, [row]).token_ids.item() == expected
+
     def test_min_tokens_counts_the_output_of_a_resumed_request(self) -> None:
         logits = torch.tensor([[9.0, 1.0]])
         resumed = admit(0, greedy(min_tokens=2), (1, 1, 1, 1), 2, stop_token_ids=(0,))
@@ -155,6 +163,7 @@ class TestMasks:
             ((2,), ((2, 0), (2, 1)), 2),
             ((2,), ((0,), (1,), (3,)), 2),
             ((2, 2), ((2, 2, 2, 0), (2, 2, 0)), 1),
+            ((2,), ((2, 2, 0),), 0),
         ],
     )
     def test_bad_words(
@@ -365,12 +374,12 @@ NEVER_WAITS = {
 def test_an_accelerator_is_never_asked(names: tuple[str, ...]) -> None:
     """The meta device holds no values, so reading one on the host raises."""
     meta = torch.device("meta")
-    state = SamplingState(len(names), 50, meta)
+    state = SamplingState(len(names), 600, meta)
     for slot, name in enumerate(names):
         extra = {"stop_token_ids": (3,), "bad_words_token_ids": ((1, 2),)}
         state.admit(admit(slot, NEVER_WAITS[name], (1, 2), 1, **extra))
     rows = list(range(len(names)))
-    logits = torch.empty(len(names), 50, device=meta)
+    logits = torch.empty(len(names), 600, device=meta)
     table = torch.empty(len(names), 9, dtype=torch.int32, device=meta)
     result = Sampler()(logits, rows, [2] * len(names), table, state)
     assert result.token_ids.shape == (len(names),)
