@@ -12,7 +12,7 @@ import click
 
 from mini_infer.cli.options import given, with_engine_options
 from mini_infer.cli.sampling import sampling_params, with_sampling_options
-from mini_infer.core.errors import MiniInferError
+from mini_infer.core.errors import InvalidRequestError, MiniInferError
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
 
@@ -85,6 +85,9 @@ class ChatSession:
                 line = self.read(">>> ").strip()
             except EOFError:
                 return self.exit_code
+            except UnicodeDecodeError as error:
+                message = f"the input is no {error.encoding} text"
+                raise InvalidRequestError(message) from None
             except KeyboardInterrupt:
                 if interrupted:
                     say("")
@@ -173,7 +176,7 @@ def chat(system: str | None, **options: Any) -> int:
     params = sampling_params(options)
     from mini_infer.runtime.llm import LLM
 
-    session = ChatSession(LLM(**given(options)), params, terminal_reader(), system)
-    if sys.stdin.isatty():
-        say("/help shows the commands.")
-    return session.loop()
+    with LLM(**given(options)) as llm:
+        if sys.stdin.isatty():
+            say("/help shows the commands.")
+        return ChatSession(llm, params, terminal_reader(), system).loop()

@@ -9,6 +9,7 @@ import click
 
 from mini_infer.cli.options import given, with_engine_options
 from mini_infer.cli.sampling import sampling_params, with_sampling_options
+from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -17,10 +18,17 @@ if TYPE_CHECKING:
 
 
 def read_prompts(prompts: tuple[str, ...]) -> list[str]:
-    """The prompts as given; ``-``, or none at all beside a pipe, stands for standard input."""
+    """The prompts as given; ``-``, or none at all beside a pipe, stands for standard input.
+
+    Raises:
+        InvalidRequestError: standard input is no text.
+    """
     if not prompts and sys.stdin.isatty():
         raise click.UsageError("give a --prompt, or pipe one into standard input")
-    return [sys.stdin.read() if item == "-" else item for item in prompts or ("-",)]
+    try:
+        return [sys.stdin.read() if item == "-" else item for item in prompts or ("-",)]
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is no {error.encoding} text", "prompt") from None
 
 
 def as_json(output: RequestOutput) -> str:
@@ -34,6 +42,16 @@ def stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
         click.echo(delta.text, nl=False)
         sys.stdout.flush()
     click.echo()
+
+
+def show(output: RequestOutput, json_lines: bool) -> None:
+    """Prints a finished request, each choice under a line that says which it is."""
+    if json_lines:
+        click.echo(as_json(output))
+        return
+    for choice in output.outputs:
+        click.echo(f"--- {output.prompt!r} [{choice.index}] ({choice.finish_reason})")
+        click.echo(choice.text)
 
 
 @click.command()
@@ -51,14 +69,9 @@ def generate(
     texts = read_prompts(prompts)
     from mini_infer.runtime.llm import LLM
 
-    llm = LLM(**given(options))
-    if len(texts) == 1 and n == 1 and not json_lines:
-        stream(llm, texts[0], params)
-        return
-    for output in llm.generate(texts, params, use_tqdm=sys.stderr.isatty()):
-        if json_lines:
-            click.echo(as_json(output))
-            continue
-        for choice in output.outputs:
-            click.echo(f"--- {output.prompt!r} [{choice.index}] ({choice.finish_reason})")
-            click.echo(choice.text)
+    with LLM(**given(options)) as llm:
+        if len(texts) == 1 and n == 1 and not json_lines:
+            stream(llm, texts[0], params)
+            return
+        for output in llm.generate(texts, params, use_tqdm=sys.stderr.isatty()):
+            show(output, json_lines)

@@ -61,6 +61,15 @@ def test_prompt_from_standard_input(
     assert json_lines(capsys)[0]["prompt"] == "from a pipe"
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_standard_input_that_is_no_text(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 \xff\n"), "utf-8"))
+    assert main([command, "--dry-run"]) == 2
+    assert "is no utf-8 text" in capsys.readouterr().err
+
+
 def test_no_prompt_on_a_terminal_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,62 @@
+"""pyproject.toml, constraints.txt, Makefile and the continuous integration agree."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import mini_infer
+from mini_infer.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+REQUIREMENTS = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["dev"]]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in found}
+
+
+@pytest.mark.parametrize("text", REQUIREMENTS)
+def test_every_requirement_has_a_tested_version_that_it_allows(text: str) -> None:
+    requirement = Requirement(text)
+    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+def test_pins_are_exact_and_without_local_builds() -> None:
+    assert all(re.fullmatch(r"[\w.]+", version) for version in pins().values())
+
+
+@pytest.mark.parametrize("target", ["serve", "chat", "test", "lint", "bench", "coverage"])
+def test_makefile_has_the_target_with_its_help(target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{target}:.*## \w", makefile, re.MULTILINE)
+    assert re.search(rf"^\.PHONY:.*\b{target}\b", makefile, re.MULTILINE)
+
+
+def test_continuous_integration_runs_lint_and_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make lint\nmake test\n" in script.read_text()
+    assert "- run: .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_package_is_typed_and_versions_agree() -> None:
+    assert (ROOT / "mini_infer" / "py.typed").exists()
+    assert PROJECT["version"] == mini_infer.__version__
+    assert f"## {mini_infer.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_scripts_are_the_command_line() -> None:
+    assert PROJECT["scripts"] == {
+        "mini-infer": "mini_infer.cli.main:main",
+        "mini-infer-serve": "mini_infer.cli.main:serve_main",
+    }
+    assert {"serve", "chat", "generate", "bench", "pull"} == set(COMMANDS)
