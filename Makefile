@@ -45,8 +45,8 @@ format: $(VENV)/.dev  ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-bench: $(VENV)/.dev  ## Run the benchmark BENCH, or list them all
-	$(BIN)/mini-infer bench $(BENCH) $(ARGS)
+bench: $(VENV)/.dev  ## Run the benchmark BENCH, or all of them quickly
+	$(BIN)/mini-infer bench $(or $(BENCH),suite --quick) $(ARGS)
 
 coverage: $(VENV)/.dev  ## Run the tests and show which lines they miss
 	$(BIN)/mini-infer pull smollm2-135m

@@ -59,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for _ in range(arguments.repeats):
         for chunked in runs:
             with open_engine(arguments, **_options(arguments, chunked)) as llm:
-                warm_up(llm, arguments.running, arguments.prompt_tokens)
                 runs[chunked].append(_interfere(llm, arguments))
                 if chunked:
                     setup = describe(
@@ -111,12 +110,13 @@ def _interfere(llm: LLM, arguments: argparse.Namespace) -> Interference:
     def job(num_prompt_tokens: int, num_output_tokens: int) -> Job:
         return Job(random_prompt(rng, vocab_size, num_prompt_tokens), num_output_tokens)
 
+    running_jobs = [
+        job(arguments.prompt_tokens, arguments.output_tokens) for _ in range(arguments.running)
+    ]
+    warm_up(llm, running_jobs)
     with Client(llm) as client:
         trace = client.trace
-        running = [
-            client.send(job(arguments.prompt_tokens, arguments.output_tokens))
-            for _ in range(arguments.running)
-        ]
+        running = [client.send(item) for item in running_jobs]
         while min(len(trace.token_times[name]) for name in running) < WARM_TOKENS:
             client.step()
         late = client.send(job(arguments.long_prompt, WARM_TOKENS))

@@ -145,8 +145,6 @@ def serve_in_groups(llm: LLM, jobs: Sequence[Job], size: int) -> Client:
     return client
 
 
-def warm_up(llm: LLM, num_requests: int, prompt_length: int) -> None:
+def warm_up(llm: LLM, jobs: Sequence[Job]) -> None:
     """First calls allocate and tune what later ones reuse; they are no part of a figure."""
-    vocab_size = llm.engine.config.model_config.vocab_size
-    rng = random.Random(-1)
-    serve(llm, [Job(random_prompt(rng, vocab_size, prompt_length), 4)] * num_requests)
+    serve(llm, [Job(job.prompt_token_ids, min(job.num_output_tokens, 4)) for job in jobs])

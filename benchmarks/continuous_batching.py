@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         runs: dict[tuple[str, int], list[Client]] = {}
         for concurrency in arguments.concurrency:
-            warm_up(llm, concurrency, 16)
+            warm_up(llm, jobs[:concurrency])
         for _ in range(arguments.repeats):
             for concurrency in arguments.concurrency:
                 static = serve_in_groups(llm, jobs, concurrency)

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from client import Job
@@ -18,12 +19,13 @@ class HuggingFace:
     """One model in one dtype, with scaled-dot-product attention. Free it before the next."""
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
-        logging.disable_progress_bar()
+        quiet: Any = logging
+        quiet.disable_progress_bar()
         self._device = device
-        self._model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
-        self._model.to(device).eval()
+        self._model = model.to(device).eval()
 
     def close(self) -> None:
         del self._model

@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 max_model_len=arguments.shared + arguments.unique + 2,
                 enable_prefix_caching=cached,
             ) as llm:
-                warm_up(llm, 1, arguments.unique)
                 runs[cached].append(_share(llm, arguments))
                 setup = describe(
                     arguments,
@@ -79,6 +78,7 @@ def _share(llm: LLM, arguments: argparse.Namespace) -> Sharing:
     rng = random.Random(arguments.seed)
     vocab_size = llm.engine.config.model_config.vocab_size
     prefix = random_prompt(rng, vocab_size, arguments.shared)
+    warm_up(llm, [Job(prefix, 1)])
     llm.engine.reset_prefix_cache()
     with Client(llm) as client:
         names = []

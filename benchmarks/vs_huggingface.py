@@ -133,7 +133,7 @@ def _run_ours(
         max_num_seqs=max(len(work.mixed), *work.batches),
         **options,
     ) as llm:
-        warm_up(llm, max(work.batches), arguments.prompt_tokens)
+        warm_up(llm, work.batches[max(work.batches)])
         results.tokens[contender] = []
         for size, jobs in work.batches.items():
             client = serve(llm, jobs)

@@ -1,0 +1,153 @@
+"""Every script end to end on a tiny model: it runs, and its JSON holds what it claims."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chunked_prefill
+import continuous_batching
+import dtype_agreement
+import prefix_cache
+import pytest
+import suite
+import vs_huggingface
+
+from mini_infer.cli.bench import FOLDER, benchmarks
+from mini_infer.core.errors import ModelNotFoundError
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(model_folder: Path, tmp_path: Path) -> Run:
+    """Runs a script's ``main`` in this process and returns its JSON."""
+
+    def run(script: Any, *options: object) -> dict[str, Any]:
+        output = tmp_path / "result.json"
+        shared = ["--model", model_folder, "--threads", 1, "--quick", "--output", output]
+        script.main([str(option) for option in [*shared, *options]])
+        result: dict[str, Any] = json.loads(output.read_text())
+        assert result["benchmark"] == script.__name__
+        assert result["setup"]["weights"] == "real (safetensors)"
+        return result
+
+    return run
+
+
+def test_continuous_batching(run: Run) -> None:
+    options = ["--requests", 9, "--prompt-tokens", 2, 5, "--output-tokens", 1, 6]
+    result = run(continuous_batching, "--concurrency", 1, 8, *options)
+    assert [row["concurrency"] for row in result["rows"]] == [1, 8]
+    assert all(row["static tok/s"] > 0 for row in result["rows"])
+    scaling = result["rows"][1]["continuous tok/s"] / result["rows"][0]["continuous tok/s"]
+    assert result["bars"][0]["value"] == pytest.approx(scaling)
+
+
+def test_continuous_batching_without_the_bars_concurrencies(run: Run) -> None:
+    result = run(continuous_batching, "--concurrency", 2, "--requests", 2, "--output-tokens", 1, 2)
+    assert result["bars"][0]["met"] is None
+
+
+def test_chunked_prefill(run: Run) -> None:
+    options = ["--long-prompt", 200, "--running", 2, "--prompt-tokens", 4, "--chunk", 32]
+    result = run(chunked_prefill, *options)
+    off, on = result["rows"]
+    assert (off["chunked prefill"], on["chunked prefill"]) == ("off", "on")
+    assert result["setup"]["engine"]["max_num_batched_tokens"] == 32
+    assert on["peak ITL ms"] >= on["p99 ITL ms"] >= on["median ITL ms"] > 0
+    fall = 100 * (1 - on["peak ITL ms"] / off["peak ITL ms"])
+    assert result["bars"][0]["value"] == pytest.approx(fall)
+
+
+def test_chunked_prefill_whose_running_requests_end_too_soon(run: Run) -> None:
+    with pytest.raises(SystemExit, match="raise --output-tokens"):
+        run(chunked_prefill, "--long-prompt", 200, "--running", 1, "--output-tokens", 4)
+
+
+def test_prefix_cache(run: Run) -> None:
+    result = run(prefix_cache, "--shared", 64, "--unique", 4)
+    hits = {row["prefix cache"]: row["hit tokens"] for row in result["rows"]}
+    assert hits == {"off": 0, "on, first request": 0, "on, later requests": 64}
+    assert result["rows"][0]["of off"] == 1.0
+
+
+def test_dtype_agreement_of_float32_with_itself(run: Run) -> None:
+    options = ["--prompts", 3, "--output-tokens", 5, "--dtype", "float32"]
+    result = run(dtype_agreement, *options)
+    (row,) = result["rows"]
+    assert (row["agreeing %"], row["identical outputs"]) == (100.0, 3)
+    assert result["bars"][0]["met"] is True
+
+
+def test_dtype_agreement_counts_up_to_the_first_difference(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = dtype_agreement._generate
+
+    def with_a_difference(*args: Any, **options: Any) -> Any:
+        outputs, setup = generate(*args, **options)
+        if not options:  # not the reference
+            outputs[0][2] += 1
+        return outputs, setup
+
+    monkeypatch.setattr(dtype_agreement, "_generate", with_a_difference)
+    options = ["--prompts", 1, "--output-tokens", 8, "--dtype", "float32"]
+    (row,) = run(dtype_agreement, *options)["rows"]
+    assert row["agreeing %"] == pytest.approx(100 * 2 / row["positions"])
+    assert row["shortest agreement"] == 2
+
+
+def test_dtype_agreement_has_50_different_prompts() -> None:
+    assert len(set(dtype_agreement.PROMPTS)) == 50
+
+
+def test_vs_huggingface(run: Run, tmp_path: Path) -> None:
+    options = ["--batch", 1, 8, "--prompt-tokens", 6, "--output-tokens", 4]
+    options += ["--prefill-tokens", 20, "--mixed", 10, "--mixed-prompt", 2, 9]
+    options += ["--mixed-output", 1, 5, "--llama-batched-bench", tmp_path / "not-here"]
+    result = run(vs_huggingface, *options)
+    workloads = [row["workload"] for row in result["rows"]]
+    assert workloads == ["batch 1", "batch 8", "prefill", "mixed"]
+    for row in result["rows"]:
+        better = max(row["HF float32"], row["HF bfloat16"])
+        assert row["/ better HF"] == pytest.approx(row["mini-infer"] / better)
+        assert row["llama.cpp F16"] is None
+    assert [bar["met"] is None for bar in result["bars"]] == [False] * 4 + [True]
+    skipped, same = result["notes"]
+    assert "llama.cpp: skipped" in skipped
+    assert same == "identical float32 outputs: 9 of 9"
+
+
+def test_vs_huggingface_with_some_contenders(run: Run) -> None:
+    options = ["--batch", 2, "--output-tokens", 2, "--mixed", 2, "--prefill-tokens", 8]
+    result = run(vs_huggingface, "--contenders", "mini-infer", *options)
+    assert all(row["/ better HF"] is None for row in result["rows"])
+    assert result["notes"] == []
+
+
+def test_an_unknown_model_is_a_typed_error() -> None:
+    with pytest.raises(ModelNotFoundError):
+        prefix_cache.main(["--model", "no-such-model", "--threads", "1"])
+
+
+def test_the_suite_and_the_command_line_know_every_script() -> None:
+    scripts = set(benchmarks(FOLDER))
+    assert scripts == {*suite.BENCHMARKS, "suite", "report"}
+    assert all(benchmarks(FOLDER).values()), "each has a first line to show"
+
+
+def test_the_suite_hands_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {}
+
+    def call(command: list[str]) -> int:
+        calls[Path(command[1]).stem] = command[2:]
+        return int("prefix_cache" in command[1])
+
+    monkeypatch.setattr("subprocess.call", call)
+    folder = tmp_path / "results"
+    code = suite.main(["--quick", "--model", "m", "--output-folder", str(folder)])
+    assert code == 1, "a script that failed shows"
+    assert list(calls) == list(suite.BENCHMARKS)
+    assert calls["startup"] == ["--runs", "1", "--output", str(folder / "startup.json")]
+    assert calls["prefix_cache"][:3] == ["--model", "m", "--quick"]
