@@ -1,8 +1,10 @@
 """What paged attention needs to know about a step: an argument, never a global."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from mini_infer.kernels.cpu_attention import RowGroup, group_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,15 @@ class AttentionMetadata:
     slot_mapping: Tensor
     max_query_len: int
     max_seqlen_k: int
-    query_lens: tuple[int, ...] = ()
-    """Host copies of the row lengths, for backends that loop over rows."""
-    context_lens: tuple[int, ...] = ()
+    query_lens: tuple[int, ...]
+    """Host copies of the rows' lengths."""
+    context_lens: tuple[int, ...]
+    _groups: list[RowGroup] = field(default_factory=list, init=False, repr=False)
+
+    def row_groups(self, block_size: int) -> list[RowGroup]:
+        """Rows that a CPU attends together; found once a step, shared by its layers."""
+        if not self._groups:
+            self._groups.extend(
+                group_rows(self.query_lens, self.context_lens, self.block_table, block_size)
+            )
+        return self._groups

@@ -1,23 +1,59 @@
-"""The operations that a model calls. Each name is the implementation in use on this machine.
+"""The operations that a model calls. Each picks the implementation for the device of its arguments.
 
-The torch reference is the oracle of every faster implementation, and is what runs where there is
-none.
+The torch reference is the oracle of every faster implementation, and what runs where there is none.
 """
 
-from mini_infer.kernels.reference import (
-    add_rms_norm,
-    apply_rotary,
-    paged_attention,
-    rms_norm,
-    silu_and_mul,
-    write_kv,
-)
+import torch
+from torch import Tensor
+from torch.nn import functional
 
-__all__ = [
-    "add_rms_norm",
-    "apply_rotary",
-    "paged_attention",
-    "rms_norm",
-    "silu_and_mul",
-    "write_kv",
-]
+from mini_infer.kernels import reference
+from mini_infer.kernels.cpu_attention import grouped_attention
+from mini_infer.kernels.metadata import AttentionMetadata
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``reference.rms_norm``."""
+    if x.is_cpu and x.dtype == weight.dtype:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See ``reference.add_rms_norm``."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See ``reference.silu_and_mul``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See ``reference.apply_rotary``."""
+    if x.is_cpu:
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return reference.apply_rotary(x, cos, sin)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See ``reference.write_kv``."""
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """See ``reference.paged_attention``."""
+    if q.is_cpu:
+        groups = meta.row_groups(k_cache.shape[1])
+        return grouped_attention(q, k_cache, v_cache, groups, scale, sliding_window)
+    return reference.paged_attention(q, k_cache, v_cache, meta, scale, sliding_window)

@@ -26,10 +26,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates half-split pairs: ``x [T, H, D]``, ``cos, sin [T, D/2]`` (arXiv 2104.09864)."""
+    """Rotates half-split pairs (arXiv 2104.09864): ``x [T, H, D]``, ``cos, sin [T, 1, D]``.
+
+    The first half of ``sin`` comes negated.
+    """
     x1, x2 = x.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    return x * cos + torch.cat((x2, x1), dim=-1) * sin
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -8,6 +8,13 @@ from torch import Tensor, nn
 
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
+from mini_infer.kernels.cpu_linear import (
+    Product,
+    blocked_product,
+    float16_product,
+    has_blocked_products,
+    has_float16_products,
+)
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.rotary import Rope
 
@@ -50,8 +57,25 @@ class Linear(Layer):
         super().__init__()
         self.weight = _empty(out_features, in_features)
         self.bias = _empty(out_features) if bias else None
+        self._product: Product = self._plain_product
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def finish_loading(self) -> None:
+        """On a CPU, replaces the weight by a packed copy in the layout that is read fastest."""
+        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
+        if weight.device.type != "cpu":
+            return
+        if weight.dtype == torch.float16 and has_float16_products():
+            self._product = float16_product(weight, bias)
+        elif weight.dtype == torch.float32 and has_blocked_products():
+            self._product = blocked_product(weight, bias)
+        else:
+            return
+        del self.weight  # an embedding that shares it keeps it
+
+    def _plain_product(self, x: Tensor) -> Tensor:
         bias = self.bias if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from mini_infer.core.model_config import ModelConfig, RopeConfig
 
 Rope = tuple[Tensor, Tensor]
-"""``cos, sin``, each ``[T, head_dim / 2]``: gathered once a step, used by every layer."""
+"""``cos, sin``, each ``[T, 1, head_dim]``: gathered once a step, used by every layer.
+
+The first half of ``sin`` is negated: a head is rotated as ``x * cos + swap_halves(x) * sin``.
+"""
 
 
 class RotaryEmbedding(nn.Module):
@@ -24,10 +27,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table, persistent=False)  # [max_model_len, head_dim]
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """``positions [T]`` -> ``cos, sin [T, head_dim / 2]`` in ``dtype``."""
+        """``positions [T]`` -> ``cos, sin [T, 1, head_dim]`` in ``dtype``."""
         rows = nn.functional.embedding(positions, self.get_buffer("table")).to(dtype)
-        cos, sin = rows.chunk(2, dim=-1)
-        return cos, sin
+        cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotary_table(config: ModelConfig, max_model_len: int) -> Tensor:

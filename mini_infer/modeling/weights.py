@@ -50,11 +50,25 @@ def build_model(
         UnsupportedModelError: the architecture is not implemented.
         WeightsError: the checkpoint does not fit it.
     """
-    with _allocation(dtype, device):
-        model = model_class(config.architecture)(config, max_model_len)
+    model = empty_model(config, dtype, device, max_model_len)
     load_weights(model, source)
     finish_loading(model)
-    return model.eval()
+    return model
+
+
+def empty_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """An architecture with uninitialised weights.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+    """
+    with _allocation(dtype, device):
+        return model_class(config.architecture)(config, max_model_len).eval()
 
 
 def load_weights(model: CausalLM, source: WeightSource) -> None:
@@ -94,8 +108,7 @@ def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of ``config`` must hold; allocates none."""
-    with _allocation(torch.float32, "meta"):
-        model = model_class(config.architecture)(config, max_model_len=1)
+    model = empty_model(config, torch.float32, "meta", max_model_len=1)
     return {name: tuple(view.shape) for name, view in checkpoint_places(model).items()}
 
 

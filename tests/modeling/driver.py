@@ -9,6 +9,12 @@ from torch import Tensor
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.causal_lm import CausalLM
 
+POISON = 1e4
+"""What unwritten KV holds: any weight on it would show.
+
+Finite, as a real cache always is: a batched attention multiplies what it masks by zero.
+"""
+
 
 class PagedDriver:
     """Feeds chunks to a model; blocks are handed out in a scrambled order, as after long use.
@@ -22,7 +28,7 @@ class PagedDriver:
         layout = model.kv_layout
         shape = (num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
         self.caches = [
-            (torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+            (torch.full(shape, POISON), torch.full(shape, POISON))
             for _ in range(model.config.num_layers)
         ]
         self.free = list(range(num_blocks))

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from mini_infer.core.errors import UnsupportedModelError, WeightsError
-from mini_infer.modeling.layers import Layer
-from mini_infer.modeling.weights import build_model, checkpoint_places, checkpoint_shapes
+from mini_infer.modeling.layers import Layer, Linear
+from mini_infer.modeling.weights import (
+    build_model,
+    checkpoint_places,
+    checkpoint_shapes,
+    empty_model,
+    load_weights,
+)
 from tests.modeling.driver import PagedDriver
 from tests.modeling.fakes import MemorySource, random_tensors, tiny_config
 
@@ -17,7 +23,10 @@ ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 
 def build(config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Any:
-    return build_model(config, MemorySource(tensors), dtype)
+    """A loaded model before its layers rearrange what they hold."""
+    model = empty_model(config, dtype)
+    load_weights(model, MemorySource(tensors))
+    return model
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -212,7 +221,8 @@ def test_every_layer_finishes_once_after_the_last_weight(monkeypatch: pytest.Mon
             loaded.append(name)
             return super().get(name)
 
-    monkeypatch.setattr(Layer, "finish_loading", lambda layer: finished.append(layer))
+    for kind in (Layer, Linear):
+        monkeypatch.setattr(kind, "finish_loading", lambda layer: finished.append(layer))
     config = tiny_config()
     tensors = random_tensors(config)
     model = build_model(config, Watching(tensors), torch.float32)

@@ -1,5 +1,6 @@
 """Llama (arXiv 2302.13971, 2407.21783): SmolLM2, Llama 2 and 3, and Mistral (2310.06825)."""
 
+import torch
 from torch import Tensor, nn
 
 from mini_infer.core.model_config import ModelConfig
@@ -31,8 +32,8 @@ class LlamaAttention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """``x [T, hidden]`` -> ``[T, hidden]``."""
         heads = self.qkv_proj(x).unflatten(-1, (sum(self.heads), -1))  # [T, H + 2 Hkv, D]
-        q, k, v = heads.split(self.heads, dim=1)
-        q, k = ops.apply_rotary(q, *rope), ops.apply_rotary(k, *rope)
+        qk, v = heads.split((sum(self.heads[:2]), self.heads[2]), dim=1)
+        q, k = torch.split(ops.apply_rotary(qk, *rope), list(self.heads[:2]), dim=1)
         out: Tensor = self.o_proj(self.attention(q, k, v, cache, meta))
         return out
 

@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): Llama with biases on Q, K and V only."""
 
+import torch
 from torch import Tensor, nn
 
 from mini_infer.core.model_config import ModelConfig
@@ -31,8 +32,8 @@ class Qwen2Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """``x [T, hidden]`` -> ``[T, hidden]``."""
         heads = self.qkv_proj(x).unflatten(-1, (sum(self.heads), -1))  # [T, H + 2 Hkv, D]
-        q, k, v = heads.split(self.heads, dim=1)
-        q, k = ops.apply_rotary(q, *rope), ops.apply_rotary(k, *rope)
+        qk, v = heads.split((sum(self.heads[:2]), self.heads[2]), dim=1)
+        q, k = torch.split(ops.apply_rotary(qk, *rope), list(self.heads[:2]), dim=1)
         out: Tensor = self.o_proj(self.attention(q, k, v, cache, meta))
         return out
 
