@@ -10,7 +10,7 @@ the longest; continuous batching keeps c requests running, each replaced when it
 import random
 from collections.abc import Sequence
 
-from client import Client, Job, random_prompt, serve, serve_in_groups, warm_up
+from client import Job, random_prompt, serve, serve_in_groups, warm_up
 from harness import Bar, Report, describe, make_parser, median, open_engine, parse, positive, run
 
 SCALING_BAR = 3.9
@@ -49,20 +49,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             prompt_tokens="{}-{}".format(*arguments.prompt_tokens),
             output_tokens="{}-{}".format(*arguments.output_tokens),
         )
-        runs: dict[tuple[str, int], list[Client]] = {}
+        runs: dict[tuple[str, int], list[float]] = {}
         for concurrency in arguments.concurrency:
             warm_up(llm, jobs[:concurrency])
         for _ in range(arguments.repeats):
             for concurrency in arguments.concurrency:
-                static = serve_in_groups(llm, jobs, concurrency)
-                runs.setdefault(("static", concurrency), []).append(static)
-                continuous = serve(llm, jobs, concurrency)
-                runs.setdefault(("continuous", concurrency), []).append(continuous)
+                for name, client in (
+                    ("static", serve_in_groups(llm, jobs, concurrency)),
+                    ("continuous", serve(llm, jobs, concurrency)),
+                ):
+                    speeds = runs.setdefault((name, concurrency), [])
+                    speeds.append(client.trace.output_tokens_per_second)
 
-    speed = {
-        key: median([client.trace.output_tokens_per_second for client in clients])
-        for key, clients in runs.items()
-    }
+    speed = {key: median(values) for key, values in runs.items()}
     report = Report("continuous_batching", "static against continuous batching", setup)
     first = arguments.concurrency[0]
     for concurrency in arguments.concurrency:
@@ -77,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"continuous, of {first}": continuous_speed / speed["continuous", first],
             }
         )
+    report.samples = {
+        f"{name} {concurrency}": runs[name, concurrency] for name, concurrency in runs
+    }
     scaling = None
     if {1, 8} <= set(arguments.concurrency):
         scaling = speed["continuous", 8] / speed["continuous", 1]

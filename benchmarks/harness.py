@@ -102,6 +102,8 @@ class Report:
     rows: list[dict[str, Value]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    samples: dict[str, Any] = field(default_factory=dict)
+    """Every repeat's figures, only in the JSON: the spread behind the medians."""
 
     def print(self) -> None:
         print(f"{self.benchmark}: {self.summary}")

@@ -230,6 +230,7 @@ def _run_llama_cpp(
 
 
 def _fill(report: Report, results: Results) -> None:
+    report.samples = results.speeds
     for workload in results.speeds:
         row: dict[str, str | int | float | None] = {"workload": workload}
         row |= {name: results.median(workload, name) for name in CONTENDERS}

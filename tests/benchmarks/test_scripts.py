@@ -40,6 +40,7 @@ def test_continuous_batching(run: Run) -> None:
     result = run(continuous_batching, "--concurrency", 1, 8, *options)
     assert [row["concurrency"] for row in result["rows"]] == [1, 8]
     assert all(row["static tok/s"] > 0 for row in result["rows"])
+    assert set(result["samples"]) == {"static 1", "continuous 1", "static 8", "continuous 8"}
     scaling = result["rows"][1]["continuous tok/s"] / result["rows"][0]["continuous tok/s"]
     assert result["bars"][0]["value"] == pytest.approx(scaling)
 
@@ -55,6 +56,7 @@ def test_chunked_prefill(run: Run) -> None:
     off, on = result["rows"]
     assert (off["chunked prefill"], on["chunked prefill"]) == ("off", "on")
     assert result["setup"]["engine"]["max_num_batched_tokens"] == 32
+    assert [len(result["samples"][name]) for name in ("off", "on")] == [1, 1]
     assert on["peak ITL ms"] >= on["p99 ITL ms"] >= on["median ITL ms"] > 0
     fall = 100 * (1 - on["peak ITL ms"] / off["peak ITL ms"])
     assert result["bars"][0]["value"] == pytest.approx(fall)
