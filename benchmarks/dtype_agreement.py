@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for ours, theirs in zip(outputs, reference, strict=True)
     ]
     lengths = [max(len(ours), len(theirs)) for ours, theirs in zip(outputs, reference, strict=True)]
-    whole = sum(same == length for same, length in zip(agreeing, lengths, strict=True))
+    partings = [same for same, length in zip(agreeing, lengths, strict=True) if same < length]
     percent = 100 * sum(agreeing) / sum(lengths)
     report = Report("dtype_agreement", "greedy tokens, default dtype against float32", setup)
     report.rows.append(
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "prompts": len(prompts),
             "positions": sum(lengths),
             "agreeing %": percent,
-            "identical outputs": whole,
-            "shortest agreement": min(agreeing),
+            "identical outputs": len(prompts) - len(partings),
+            "earliest difference after": min(partings, default=None),
         }
     )
     report.bars.append(Bar("positions that agree with float32, %", percent, AGREEMENT_BAR))

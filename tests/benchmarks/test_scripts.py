@@ -79,6 +79,7 @@ def test_dtype_agreement_of_float32_with_itself(run: Run) -> None:
     result = run(dtype_agreement, *options)
     (row,) = result["rows"]
     assert (row["agreeing %"], row["identical outputs"]) == (100.0, 3)
+    assert row["earliest difference after"] is None
     assert result["bars"][0]["met"] is True
 
 
@@ -97,7 +98,7 @@ def test_dtype_agreement_counts_up_to_the_first_difference(
     options = ["--prompts", 1, "--output-tokens", 8, "--dtype", "float32"]
     (row,) = run(dtype_agreement, *options)["rows"]
     assert row["agreeing %"] == pytest.approx(100 * 2 / row["positions"])
-    assert row["shortest agreement"] == 2
+    assert row["earliest difference after"] == 2
 
 
 def test_dtype_agreement_has_50_different_prompts() -> None:
