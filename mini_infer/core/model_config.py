@@ -145,11 +145,17 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 def _sliding(
     architecture: str, config: Mapping[str, Any], num_layers: int
 ) -> tuple[int | None, tuple[bool, ...]]:
-    """Window and the layers that use it: ``layer_types`` where present, else Qwen's older rule."""
+    """Window and the layers that use it, by each family's own rule.
+
+    Mistral slides everywhere, Llama nowhere, Qwen where ``layer_types`` says so or, in older
+    configs, from layer ``max_window_layers`` on, and only when switched on.
+    """
     window = config.get("sliding_window")
-    if window is None:
+    if window is None or architecture.startswith("Llama"):
         return None, ()
-    if not config.get("use_sliding_window", not architecture.startswith("Qwen")):
+    if not architecture.startswith("Qwen"):
+        return int(window), (True,) * num_layers
+    if not config.get("use_sliding_window", False):
         return None, ()
     layer_types = config.get("layer_types")
     if layer_types:
@@ -157,7 +163,7 @@ def _sliding(
             raise ValueError(f"{len(layer_types)} layer_types for {num_layers} layers")
         layers = tuple(kind == "sliding_attention" for kind in layer_types)
     else:
-        first = int(config.get("max_window_layers", 0))
+        first = int(config.get("max_window_layers", 28))
         layers = tuple(layer >= first for layer in range(num_layers))
     return (int(window), layers) if any(layers) else (None, ())
 
@@ -170,7 +176,12 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig
     if rope_type not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise UnsupportedModelError(f"rotary scaling {rope_type!r} is not supported, only {known}")
-    original = scaling.get("original_max_position_embeddings")
+    if float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+        raise UnsupportedModelError("partial rotary embedding is not supported")
+    original = scaling.get("original_max_position_embeddings") or max_position_embeddings
+    factor = scaling.get("factor") or (
+        max_position_embeddings / original if rope_type == "yarn" else 1
+    )
 
     def optional(name: str) -> float | None:
         return None if scaling.get(name) is None else float(scaling[name])
@@ -178,8 +189,8 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig
     return RopeConfig(
         theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
         rope_type=rope_type,
-        factor=float(scaling.get("factor") or 1.0),
-        original_max_position_embeddings=int(original or max_position_embeddings),
+        factor=float(factor),
+        original_max_position_embeddings=int(original),
         low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
         high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
         beta_fast=float(scaling.get("beta_fast") or 32.0),

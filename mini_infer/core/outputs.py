@@ -103,6 +103,8 @@ class RequestOutput:
 class RequestDelta:
     """What is new for one choice of one request since its last delta.
 
+    In each of ``logprobs``, the token that stands there comes first, then the likeliest ones.
+
     The joined ``text`` of a choice's deltas equals its ``CompletionOutput.text``; text that could
     still turn into a stop string is held back. ``finish_reason`` is set on a choice's last delta,
     ``output`` on the last delta of the whole request.

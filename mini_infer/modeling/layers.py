@@ -112,6 +112,10 @@ class RMSNorm(Layer):
         self.weight = _empty(size)
         self.eps = eps
 
+    def finish_loading(self) -> None:
+        """Keeps the weight in the dtype of the arithmetic: it is small, and used every step."""
+        self.weight.data = self.weight.data.to(activation_dtype(self.weight))
+
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 

@@ -13,8 +13,8 @@ SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 class ByteTokenizer:
     """Ids 0 to 255 are bytes, 256 and up are ``SPECIAL_TOKENS``. Imports nothing heavy.
 
-    Special tokens are recognised in a text, as Hugging Face's tokenizers do. Conversations are
-    written in ChatML.
+    Special tokens are recognised in a text, as Hugging Face's tokenizers do, and none is added, as
+    by the default model's. Conversations are written in ChatML.
     """
 
     vocab_size = 256 + len(SPECIAL_TOKENS)
@@ -31,8 +31,7 @@ class ByteTokenizer:
                 "the text holds half of a surrogate pair (such as \\ud800), which is not Unicode "
                 "text: send the whole character"
             ) from None
-        token_ids = list(self._split(data, len(SPECIAL_TOKENS) - 1))
-        return [self.bos_token_id, *token_ids] if add_special_tokens else token_ids
+        return list(self._split(data, len(SPECIAL_TOKENS) - 1))
 
     def _split(self, data: bytes, special: int) -> list[int]:
         """Splits at the special tokens up to number ``special``; the rest are bytes."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.events import EventStream
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
@@ -51,7 +52,6 @@ class LLMEngine:
         self._output_processor = OutputProcessor(tokenizer, self.events)
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self._pending_deltas: list[RequestDelta] = []
-        self._children: dict[str, tuple[str, ...]] = {}
 
     @classmethod
     def from_options(cls, **options: Any) -> "LLMEngine":
@@ -75,8 +75,7 @@ class LLMEngine:
         """Tokenises, checks and queues a request.
 
         Raises:
-            InvalidRequestError: the request can't be served as it stands.
-            ValueError: ``request_id`` is in use.
+            InvalidRequestError: the request can't be served as it stands, or its id is in use.
         """
         self.add(
             self.input_processor.process(
@@ -86,28 +85,23 @@ class LLMEngine:
 
     def add(self, processed: ProcessedRequest) -> None:
         """Queues a request that ``input_processor.process`` made, on whatever thread."""
-        if processed.request_id in self._children:
-            raise ValueError(f"request id {processed.request_id!r} is in use")
-        added: list[str] = []
+        request_id = processed.request_id
+        if self._output_processor.unfinished_choices(request_id):
+            raise InvalidRequestError(f"request id {request_id!r} is in use", "request_id")
+        self._output_processor.add(processed)
         try:
             for request in processed.requests:
                 self.scheduler.add(request)
-                added.append(request.request_id)
-        except ValueError:
-            for request_id in added:
-                self.scheduler.abort(request_id)
+        except InvalidRequestError:
+            self._drop(request_id)
             raise
-        self._children[processed.request_id] = tuple(added)
-        self._output_processor.add(processed)
 
     def abort(self, request_id: str) -> None:
         """Ends a request with all its choices and frees their blocks at once.
 
         Its last deltas come with the next ``step``. An unknown or finished id is no error.
         """
-        for child_id in self._children.pop(request_id, ()):
-            self.scheduler.abort(child_id)
-        self._pending_deltas += self._output_processor.abort(request_id)
+        self._pending_deltas += self._drop(request_id)
 
     def has_unfinished(self) -> bool:
         """True while ``step`` has something to do or to hand out."""
@@ -155,10 +149,12 @@ class LLMEngine:
         processed = self._output_processor.process(updates)
         for child_id, stop_string in processed.stopped:
             self.scheduler.finish(child_id, "stop", stop_string)
-        for delta in processed.deltas:
-            if delta.output is not None:
-                self._children.pop(delta.request_id, None)
         return processed.deltas
+
+    def _drop(self, request_id: str) -> list[RequestDelta]:
+        for child_id in self._output_processor.unfinished_choices(request_id):
+            self.scheduler.abort(child_id)
+        return self._output_processor.abort(request_id)
 
 
 class _FailedStep:

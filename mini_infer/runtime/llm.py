@@ -58,23 +58,10 @@ class LLM:
             InvalidRequestError: a prompt or parameter can't be served; nothing is generated then.
             StepError: the model raised.
         """
-        prompt_list = _as_list(prompts)
-        params_list = _one_for_each(params, len(prompt_list))
-        processed = [
-            self.engine.input_processor.process(
-                self._next_id(), prompt, prompt_params, priority=priority, cache_salt=cache_salt
-            )
-            for prompt, prompt_params in zip(prompt_list, params_list, strict=True)
-        ]
-        order = [item.request_id for item in processed]
-        try:
-            for item in processed:
-                self._open(item)
-            outputs = self._run(order, use_tqdm)
-        finally:  # also after Ctrl-C: the engine must be free for the next call
-            for request_id in order:
-                self._close(request_id)
-        return [outputs[request_id] for request_id in order]
+        return self._finish(
+            self._process(_as_list(prompts), params, priority=priority, cache_salt=cache_salt),
+            use_tqdm,
+        )
 
     def chat(
         self,
@@ -90,7 +77,8 @@ class LLM:
             self._chat_prompt(conversation, add_generation_prompt, chat_template_kwargs or {})
             for conversation in _as_conversations(messages)
         ]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        processed = self._process(prompts, params, add_special_tokens=False)
+        return self._finish(processed, use_tqdm)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -99,16 +87,16 @@ class LLM:
 
         Several streams may be open at once; they share the batch. Closing one aborts its request.
         """
-        processed = self.engine.input_processor.process(
-            self._next_id(), prompt, params or SamplingParams()
-        )
+        (processed,) = self._process([prompt], params)
         return self._stream(processed)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> Generator[RequestDelta, None, None]:
         """Answers one conversation, yielding each piece of text as it comes."""
-        return self.stream(self._chat_prompt(messages, True, {}), params)
+        prompt = self._chat_prompt(messages, True, {})
+        (processed,) = self._process([prompt], params, add_special_tokens=False)
+        return self._stream(processed)
 
     def shutdown(self) -> None:
         """Frees the model's memory."""
@@ -119,6 +107,28 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+    def _process(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        **options: Any,
+    ) -> list[ProcessedRequest]:
+        return [
+            self.engine.input_processor.process(self._next_id(), prompt, each, **options)
+            for prompt, each in zip(prompts, _one_for_each(params, len(prompts)), strict=True)
+        ]
+
+    def _finish(self, processed: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        order = [item.request_id for item in processed]
+        try:
+            for item in processed:
+                self._open(item)
+            outputs = self._run(order, use_tqdm)
+        finally:  # also after Ctrl-C: the engine must be free for the next call
+            for request_id in order:
+                self._close(request_id)
+        return [outputs[request_id] for request_id in order]
 
     def _stream(self, processed: ProcessedRequest) -> Generator[RequestDelta, None, None]:
         inbox = self._open(processed)
@@ -173,14 +183,12 @@ class LLM:
 
     def _chat_prompt(
         self, messages: Sequence[Message], add_generation_prompt: bool, kwargs: Mapping[str, Any]
-    ) -> list[int]:
-        tokenizer = self.engine.tokenizer
-        text = tokenizer.apply_chat_template(
+    ) -> str:
+        return self.engine.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             **kwargs,
         )
-        return tokenizer.encode(text, add_special_tokens=False)
 
     def _next_id(self) -> str:
         return f"request-{next(self._ids)}"

@@ -43,11 +43,12 @@ def resolve_engine(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor, 
     if given["dry_run"]:
         return _dry_run_engine(given)
     from mini_infer.modeling.model_files import load_model_config, locate_model
-    from mini_infer.runtime.local_executor import LocalExecutor
     from mini_infer.runtime.tokenizer import HFTokenizer
 
     files = locate_model(given["model"])
     model_config = load_model_config(files)
+    from mini_infer.runtime.local_executor import LocalExecutor  # torch: only once there is a model
+
     config = _resolve(given, model_config, files)
     return config, LocalExecutor(config, files), HFTokenizer.from_folder(files.folder)
 

@@ -79,10 +79,8 @@ class Scheduler:
 
         Raises:
             PromptTooLongError: it could not finish even alone in the KV pool.
-            ValueError: the id is in use.
         """
-        if request.request_id in self._requests:
-            raise ValueError(f"request id {request.request_id!r} is in use")
+        assert request.request_id not in self._requests, "the engine keeps ids apart"
         # The last sampled token is never an input, so it needs no KV.
         blocks = self.cache.blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
         if blocks > self.cache.num_blocks:

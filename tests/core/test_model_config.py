@@ -17,6 +17,8 @@ BASE = {
     "rms_norm_eps": 1e-5,
 }
 
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
+
 
 def config_of(**fields: object) -> ModelConfig:
     return ModelConfig.from_dict(BASE | fields)
@@ -56,14 +58,20 @@ def test_qwen_uses_its_window_only_when_switched_on() -> None:
     assert [switched_on.layer_sliding_window(i) for i in range(4)] == [None, None, 32, 32]
 
 
+def test_mistral_slides_in_every_layer_and_llama_in_none() -> None:
+    mistral = config_of(architectures=["MistralForCausalLM"], sliding_window=16)
+    assert mistral.sliding_layers == (True,) * 4
+    assert config_of(sliding_window=16).sliding_window is None
+
+
 def test_layer_types_say_which_layers_slide() -> None:
     kinds = ["full_attention", "sliding_attention"] * 2
-    config = config_of(sliding_window=16, layer_types=kinds)
+    config = config_of(**QWEN, sliding_window=16, layer_types=kinds)
     assert [config.layer_sliding_window(i) for i in range(4)] == [None, 16, None, 16]
 
 
 def test_a_window_that_no_layer_uses_is_none() -> None:
-    config = config_of(sliding_window=16, layer_types=["full_attention"] * 4)
+    config = config_of(**QWEN, sliding_window=16, layer_types=["full_attention"] * 4)
     assert config.sliding_window is None
     assert config.sliding_layers == ()
 
@@ -77,7 +85,8 @@ def test_a_window_that_no_layer_uses_is_none() -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
         ({"vocab_size": "many"}, "malformed"),
-        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
+        ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(
@@ -94,3 +103,8 @@ def test_a_missing_field_is_named(name: str) -> None:
     config = {key: value for key, value in BASE.items() if key != name}
     with pytest.raises(UnsupportedModelError, match=name):
         ModelConfig.from_dict(config)
+
+
+def test_yarn_without_a_factor_stretches_to_the_context() -> None:
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    assert config_of(rope_scaling=scaling).rope.factor == 4.0

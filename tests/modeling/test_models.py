@@ -118,7 +118,11 @@ def test_dynamic_rotary_does_not_depend_on_chunking(tmp_path: Path, chunk_size: 
     torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=0)
 
 
-WINDOWED = tiny_config("Qwen3ForCausalLM", head_dim=12, use_sliding_window=True, sliding_window=5)
+WINDOWED = tiny_config(
+    "Qwen3ForCausalLM",
+    head_dim=12,
+    **{"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5},
+)
 DUMMY = build_model(WINDOWED, DummySource(WINDOWED, 0, torch.float32), torch.float32)
 SPLITS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 

@@ -49,7 +49,7 @@ def processor(**changes: Any) -> InputProcessor:
 
 def test_a_text_prompt() -> None:
     processed = processor().process("r", "hi", SamplingParams(max_tokens=5), 3, "tenant")
-    assert (processed.prompt, processed.prompt_token_ids) == ("hi", [256, 0x68, 0x69])
+    assert (processed.prompt, processed.prompt_token_ids) == ("hi", [0x68, 0x69])
     [request] = processed.requests
     assert request.request_id == processed.request_id == "r"
     assert request.token_ids == processed.prompt_token_ids
@@ -130,8 +130,8 @@ def test_token_ids_outside_the_vocabulary(param: str, bad: int) -> None:
 
 def test_text_tokens_outside_a_smaller_model_vocabulary() -> None:
     small = dataclasses.replace(MODEL, vocab_size=200)
-    with pytest.raises(InvalidRequestError, match="256 is outside"):
-        processor(model_config=small).process("r", "a", SamplingParams())
+    with pytest.raises(InvalidRequestError, match="257 is outside"):
+        processor(model_config=small).process("r", "a<|eos|>", SamplingParams())
     with pytest.raises(InvalidRequestError, match="bad_words"):
         processor(model_config=small).process("r", [1], SamplingParams(bad_words=["<|eos|>"]))
 
