@@ -25,6 +25,8 @@ class HuggingFace:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
+        # Not min_new_tokens: that forbids the token, where ignore_eos only goes on after it.
+        model.generation_config.eos_token_id = None
         self._model = model.to(device).eval()
 
     def close(self) -> None:
@@ -50,7 +52,6 @@ class HuggingFace:
             token_ids,
             attention_mask=mask,
             do_sample=False,
-            min_new_tokens=num_output_tokens,
             max_new_tokens=num_output_tokens,
             pad_token_id=PAD_TOKEN_ID,
         )

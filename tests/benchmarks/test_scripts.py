@@ -1,6 +1,7 @@
 """Every script end to end on a tiny model: it runs, and its JSON holds what it claims."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import prefix_cache
 import pytest
 import suite
 import vs_huggingface
+from client import Job, serve
+from peer_hugging_face import HuggingFace
 
+from mini_infer import LLM
 from mini_infer.cli.bench import FOLDER, benchmarks
 from mini_infer.core.errors import ModelNotFoundError
 
@@ -154,3 +158,20 @@ def test_the_suite_hands_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(calls) == list(suite.BENCHMARKS)
     assert calls["startup"] == ["--runs", "1", "--output", str(folder / "startup.json")]
     assert calls["prefix_cache"][:3] == ["--model", "m", "--quick"]
+
+
+def test_peers_go_on_after_an_end_of_sequence(model_folder: Path, tmp_path: Path) -> None:
+    """Both sides write that token and what follows it, so float32 outputs can be identical."""
+    job = Job([7, 8, 9], 6)
+    (plain,) = HuggingFace(model_folder, "float32", "cpu").generate([job])[1]
+    folder = tmp_path / "ends-early"
+    shutil.copytree(model_folder, folder)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text()) | {"eos_token_id": plain[2]}
+        (folder / name).write_text(json.dumps(config))
+    (theirs,) = HuggingFace(folder, "float32", "cpu").generate([job])[1]
+    with LLM(str(folder), dtype="float32", max_model_len=16) as llm:
+        client = serve(llm, [job])
+    (ours,) = (output.outputs[0].token_ids for output in client.outputs.values())
+    assert ours == theirs == plain
+    assert len(plain) == 6
