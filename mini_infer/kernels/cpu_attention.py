@@ -5,7 +5,8 @@ of a prompt is usually a group of its own. Nothing here asks for phases. What de
 step (which blocks, which keys are visible) is computed once and serves all layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 SMALLEST_BUCKET = 16
 """Blocks. Contexts up to this long are padded to each other rather than split into groups."""
+
+ONE_THREAD_BLOCKS = 16
+"""Up to here one thread attends faster than several: see docs/performance-notes.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ def grouped_attention(
 ) -> Tensor:
     """``q [T, H, D]`` over caches ``[num_blocks, block_size, Hkv, D]`` -> ``[T, H, D]``."""
     if len(groups) == 1:  # its tokens are all tokens, in order
-        return _attend(q, k_cache, v_cache, groups[0], scale, sliding_window)
+        with _threads_for(groups[0]):
+            return _attend(q, k_cache, v_cache, groups[0], scale, sliding_window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in groups:
         queries = q.index_select(0, group.tokens)
@@ -101,6 +106,21 @@ def grouped_attention(
             0, group.tokens, _attend(queries, k_cache, v_cache, group, scale, sliding_window)
         )
     return out
+
+
+@contextmanager
+def _threads_for(group: RowGroup) -> Iterator[None]:
+    """One thread for little work: a second core would wait longer for the keys that the first has
+    just gathered than it saves."""
+    if group.query_len * len(group.block_ids) > ONE_THREAD_BLOCKS:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _attend(

@@ -9,13 +9,14 @@ from torch.nn import functional
 
 from mini_infer.kernels import reference
 from mini_infer.kernels.cpu_attention import grouped_attention
+from mini_infer.kernels.cpu_norm import cpu_rms_norm
 from mini_infer.kernels.metadata import AttentionMetadata
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
-    if x.is_cpu and x.dtype == weight.dtype:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+    if x.dtype == torch.float32 and x.is_cpu:
+        return cpu_rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 

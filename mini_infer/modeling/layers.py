@@ -3,6 +3,8 @@
 Letters in shapes: T tokens of the step, H query heads, Hkv key-value heads, D head size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,15 @@ def activation_dtype(weight: Tensor) -> torch.dtype:
 
 
 class Layer(nn.Module):
-    """A module that may rearrange its weights once they are loaded."""
+    """A module that may rearrange its weights once they are loaded.
+
+    Calling one is calling its ``forward``: torch's hooks, which inference does not use, would cost
+    a tenth of a small model's decode step.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        setattr(cls, "__call__", cls.forward)  # noqa: B010 -- mypy allows no assignment to a method
 
     def finish_loading(self) -> None:
         """Called once, after the last weight is in place."""
@@ -124,7 +134,7 @@ class RMSNorm(Layer):
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """SwiGLU feed-forward network (arXiv 2002.05202)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
@@ -137,7 +147,7 @@ class GatedMLP(nn.Module):
         return hidden
 
 
-class PagedAttention(nn.Module):
+class PagedAttention(Layer):
     """Causal attention of a step's queries over the paged cache, after the step's keys join it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -155,7 +165,7 @@ class PagedAttention(nn.Module):
         return out.flatten(1)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Pre-norm transformer block: attention, then a feed-forward network, each added back.
 
     The residual stream travels beside the activations, so that each addition is one kernel with

@@ -228,7 +228,7 @@ def test_every_layer_finishes_once_after_the_last_weight(monkeypatch: pytest.Mon
     model = build_model(config, Watching(tensors), torch.float32)
     assert len(loaded) == len(tensors)
     assert finished == [module for module in model.modules() if isinstance(module, Layer)]
-    assert len(finished) == 3 + config.num_layers * 6
+    assert len(finished) == 3 + config.num_layers * 10
 
 
 def test_positions_reach_max_model_len() -> None:

@@ -1,7 +1,7 @@
 """Llama (arXiv 2302.13971, 2407.21783): SmolLM2, Llama 2 and 3, and Mistral (2310.06825)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
@@ -11,6 +11,7 @@ from mini_infer.modeling.layers import (
     DecoderLayer,
     GatedMLP,
     KVCache,
+    Layer,
     Linear,
     PackedLinear,
     PagedAttention,
@@ -18,7 +19,7 @@ from mini_infer.modeling.layers import (
 from mini_infer.modeling.rotary import Rope
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Layer):
     """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -31,7 +32,7 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """``x [T, hidden]`` -> ``[T, hidden]``."""
-        heads = self.qkv_proj(x).unflatten(-1, (sum(self.heads), -1))  # [T, H + 2 Hkv, D]
+        heads = self.qkv_proj(x).view(len(x), sum(self.heads), -1)  # [T, H + 2 Hkv, D]
         qk, v = heads.split((sum(self.heads[:2]), self.heads[2]), dim=1)
         q, k = torch.split(ops.apply_rotary(qk, *rope), list(self.heads[:2]), dim=1)
         out: Tensor = self.o_proj(self.attention(q, k, v, cache, meta))

@@ -3,7 +3,7 @@
 The size of a head is a choice of its own, not ``hidden_size / num_heads``.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
@@ -13,6 +13,7 @@ from mini_infer.modeling.layers import (
     DecoderLayer,
     GatedMLP,
     KVCache,
+    Layer,
     Linear,
     PackedLinear,
     PagedAttention,
@@ -21,7 +22,7 @@ from mini_infer.modeling.layers import (
 from mini_infer.modeling.rotary import Rope
 
 
-class Qwen3Attention(nn.Module):
+class Qwen3Attention(Layer):
     """Grouped-query attention with queries and keys normalised per head (arXiv 2302.05442)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -36,7 +37,7 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """``x [T, hidden]`` -> ``[T, hidden]``."""
-        heads = self.qkv_proj(x).unflatten(-1, (sum(self.heads), -1))  # [T, H + 2 Hkv, D]
+        heads = self.qkv_proj(x).view(len(x), sum(self.heads), -1)  # [T, H + 2 Hkv, D]
         q, k, v = heads.split(self.heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, *rope), ops.apply_rotary(k, *rope)
