@@ -8,13 +8,14 @@ step (which blocks, which keys are visible) is computed once and serves all laye
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-SMALLEST_BUCKET = 16
-"""Blocks. Contexts up to this long are padded to each other rather than split into groups."""
+MAX_PADDING = 12
+"""Blocks that a group may pad its rows by: attending to more costs more than another call."""
 
 ONE_THREAD_BLOCKS = 16
 """Up to here one thread attends faster than several: see docs/performance-notes.md."""
@@ -32,7 +33,6 @@ class RowGroup:
     block_ids: Tensor
     seqlens_k: Tensor
     query_len: int
-    max_seqlen_k: int
     starts_at_zero: bool
     """Queries and keys are the same tokens, so plain causal attention needs no mask."""
     masks: dict[int | None, Tensor] = field(default_factory=dict)
@@ -59,32 +59,41 @@ class RowGroup:
 def group_rows(
     query_lens: Sequence[int], context_lens: Sequence[int], block_table: Tensor, block_size: int
 ) -> tuple[RowGroup, ...]:
-    """Groups a step's rows by query length, and by context so that none is padded over twofold."""
-    members: dict[tuple[int, int, bool], list[int]] = {}
-    first_tokens: list[int] = []
-    num_tokens = 0
+    """Groups a step's rows by query length, and by context where padding would cost too much."""
+    num_blocks = [-(-context // block_size) for context in context_lens]
+    first_tokens = [0, *accumulate(query_lens)]
+    alike: dict[tuple[int, bool], list[int]] = {}
     for row, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
-        bucket = max(SMALLEST_BUCKET, 1 << (-(-context_len // block_size) - 1).bit_length())
         at_zero = query_len == context_len and query_len > 1
-        members.setdefault((query_len, bucket, at_zero), []).append(row)
-        first_tokens.append(num_tokens)
-        num_tokens += query_len
+        alike.setdefault((query_len, at_zero), []).append(row)
     groups = []
-    for (query_len, _, at_zero), rows in members.items():
-        max_context = max(context_lens[row] for row in rows)
-        firsts = torch.tensor([first_tokens[row] for row in rows])
-        blocks = block_table[torch.tensor(rows), : -(-max_context // block_size)]
-        groups.append(
-            RowGroup(
-                tokens=(firsts[:, None] + torch.arange(query_len)).flatten(),
-                block_ids=blocks.flatten(),
-                seqlens_k=torch.tensor([context_lens[row] for row in rows]),
-                query_len=query_len,
-                max_seqlen_k=max_context,
-                starts_at_zero=at_zero,
+    for (query_len, at_zero), same_query in alike.items():
+        for rows in _split_by_context(same_query, num_blocks):
+            firsts = torch.tensor([first_tokens[row] for row in rows])
+            width = max(num_blocks[row] for row in rows)
+            groups.append(
+                RowGroup(
+                    tokens=(firsts[:, None] + torch.arange(query_len)).flatten(),
+                    block_ids=block_table[torch.tensor(rows), :width].flatten(),
+                    seqlens_k=torch.tensor([context_lens[row] for row in rows]),
+                    query_len=query_len,
+                    starts_at_zero=at_zero,
+                )
             )
-        )
     return tuple(groups)
+
+
+def _split_by_context(rows: list[int], num_blocks: Sequence[int]) -> list[list[int]]:
+    """Parts whose contexts are padded by at most ``MAX_PADDING`` blocks in all; rows in order."""
+    parts: list[list[int]] = []
+    padding = width = 0
+    for row in sorted(rows, key=num_blocks.__getitem__, reverse=True):
+        padding += width - num_blocks[row]
+        if not parts or padding > MAX_PADDING:
+            parts.append([])
+            padding, width = 0, num_blocks[row]
+        parts[-1].append(row)
+    return [sorted(part) for part in parts]
 
 
 def grouped_attention(
@@ -106,6 +115,30 @@ def grouped_attention(
             0, group.tokens, _attend(queries, k_cache, v_cache, group, scale, sliding_window)
         )
     return out
+
+
+def _gather(k_cache: Tensor, v_cache: Tensor, group: RowGroup) -> tuple[Tensor, Tensor]:
+    """The group's keys and values, each ``[R, Hkv, S, D]``; in one pass where they lie together."""
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    token_size = num_kv_heads * head_dim
+    distance = v_cache.storage_offset() - k_cache.storage_offset()
+    if k_cache.stride(1) == 2 * token_size and distance == token_size:
+        pairs = k_cache.as_strided(
+            (num_blocks, block_size * 2 * token_size),
+            (k_cache.stride(0), 1),
+            k_cache.storage_offset(),
+        )
+        rows = pairs.index_select(0, group.block_ids)
+        both = rows.view(group.num_rows, -1, 2 * num_kv_heads, head_dim).transpose(1, 2)
+        return both[:, :num_kv_heads], both[:, num_kv_heads:]
+    k, v = (
+        cache.reshape(num_blocks, -1)
+        .index_select(0, group.block_ids)
+        .view(group.num_rows, -1, num_kv_heads, head_dim)
+        .transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    return k, v
 
 
 @contextmanager
@@ -134,14 +167,7 @@ def _attend(
     num_rows, query_len = group.num_rows, group.query_len
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    k, v = (
-        cache.view(cache.shape[0], -1)
-        .index_select(0, group.block_ids)
-        .to(q.dtype)
-        .view(num_rows, -1, num_kv_heads, head_dim)
-        .transpose(1, 2)
-        for cache in (k_cache, v_cache)
-    )
+    k, v = (gathered.to(q.dtype) for gathered in _gather(k_cache, v_cache, group))
     if query_len == 1:
         # The heads that share keys become queries of one head: one pass over the keys serves all.
         folded = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

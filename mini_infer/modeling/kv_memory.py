@@ -41,16 +41,16 @@ def allocate_kv_cache(
     Raises:
         OutOfMemoryError: the allocation failed.
     """
-    shape = (num_blocks, config.block_size, layout.num_kv_heads, layout.head_dim)
+    heads = layout.num_kv_heads
+    # A token's keys and values lie side by side, so that one gather can read both.
+    shape = (num_blocks, config.block_size, 2 * heads, layout.head_dim)
     try:
         # Zeros, not empty: a masked score times an uninitialised NaN would still be NaN.
-        return [
-            (
-                torch.zeros(shape, dtype=dtype, device=config.device),
-                torch.zeros(shape, dtype=dtype, device=config.device),
-            )
+        pairs = (
+            torch.zeros(shape, dtype=dtype, device=config.device)
             for _ in range(config.model_config.num_layers)
-        ]
+        )
+        return [(pair[:, :, :heads], pair[:, :, heads:]) for pair in pairs]
     except RuntimeError as error:
         size = num_blocks * bytes_per_block(config, layout, dtype)
         raise OutOfMemoryError(

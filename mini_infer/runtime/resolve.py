@@ -18,7 +18,7 @@ from mini_infer.runtime.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mini_infer.modeling.model_files import ModelFiles
 
-CHUNK_TOKENS = {"cpu": 256, "cuda": 8192}
+CHUNK_TOKENS = {"cpu": 128, "cuda": 8192}
 """Default token budget of a step. Larger chunks use a processor no better, smaller ones let running
 requests go on sooner: see docs/chunked-prefill.md."""
 PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
