@@ -3,6 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A shared machine may pause at any moment: an example's time says nothing about the code.
+settings.register_profile("mini-infer", deadline=None, print_blob=True)
+settings.load_profile("mini-infer")
 
 
 @pytest.fixture(scope="session")
