@@ -46,14 +46,7 @@ class Layer(nn.Module):
         setattr(cls, "__call__", cls.forward)  # noqa: B010 -- mypy allows no assignment to a method
 
     def finish_loading(self) -> None:
-        """Called once, after the last weight is in place."""
-
-
-def finish_loading(model: nn.Module) -> None:
-    """Calls every layer's hook, in the order of construction."""
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.finish_loading()
+        """Called once, as soon as the last weight of this layer and of those within is in place."""
 
 
 def _empty(*shape: int) -> nn.Parameter:

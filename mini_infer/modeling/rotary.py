@@ -23,7 +23,11 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
-        table = rotary_table(config, max_model_len)
+        # Computed on the CPU whatever the device: every device gets the same bits, and shapes alone
+        # (torch's meta device) do not cost the import of a compiler.
+        with torch.device("cpu"):
+            table = rotary_table(config, max_model_len)
+        table = table.to(torch.get_default_device())
         self.register_buffer("table", table, persistent=False)  # [max_model_len, head_dim]
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:

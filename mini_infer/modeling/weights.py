@@ -1,20 +1,22 @@
 """From a checkpoint's tensors to a model's parameters, one tensor at a time.
 
 Parameters are allocated once, uninitialised, in their final dtype; each tensor of the checkpoint is
-copied into its place and dropped. Memory therefore peaks at the model plus one tensor.
+copied into its place and dropped, and a layer packs its weights as soon as its last one stands. An
+operating system counts memory only once it is written, so memory peaks at the model plus one layer.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_infer.core.errors import WeightsError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.layers import PackedLinear, finish_loading
+from mini_infer.modeling.layers import Layer, PackedLinear
 from mini_infer.modeling.registry import model_class
 
 NAMES_PER_MESSAGE = 8
@@ -51,8 +53,13 @@ def build_model(
         WeightsError: the checkpoint does not fit it.
     """
     model = empty_model(config, dtype, device, max_model_len)
-    load_weights(model, source)
-    finish_loading(model)
+    unfinished = _unfinished_layers(model)
+    for name in load_weights(model, source):
+        for layer in unfinished:
+            layer.missing.discard(name)
+        for layer in [layer for layer in unfinished if not layer.missing]:
+            layer.module.finish_loading()
+            unfinished.remove(layer)
     return model
 
 
@@ -71,8 +78,10 @@ def empty_model(
         return model_class(config.architecture)(config, max_model_len).eval()
 
 
-def load_weights(model: CausalLM, source: WeightSource) -> None:
-    """Copies every tensor of ``source`` into ``model``, converted to the parameters' dtype.
+def load_weights(model: CausalLM, source: WeightSource) -> Iterator[str]:
+    """Copies the tensors of ``source`` into ``model``, converted to the parameters' dtype.
+
+    Yields the name of each tensor once it is in place.
 
     Raises:
         WeightsError: a tensor is missing, surplus or misshapen; the message names it.
@@ -81,9 +90,9 @@ def load_weights(model: CausalLM, source: WeightSource) -> None:
     names = [name for name in source.names() if not _is_redundant(model, name)]
     _check_names(places, names)
     _check_shapes(places, names, source)
-    with torch.no_grad():
-        for name in names:
-            places[name].copy_(source.get(name))
+    for name in names:
+        places.pop(name).copy_(source.get(name))  # no view of it is left: a layer may drop it
+        yield name
 
 
 def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:
@@ -91,19 +100,45 @@ def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:
 
     A packed projection appears as its parts: ``q_proj.weight`` is the first rows of ``qkv_proj``.
     """
-    places: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        module_name, _, kind = name.rpartition(".")
-        module = model.get_submodule(module_name)
-        if isinstance(module, PackedLinear):
-            parent, _, packed = module_name.rpartition(".")
-            parts = model.packed_names[packed]
-            rows = torch.split(parameter.data, list(module.out_features))
-            for part, view in zip(parts, rows, strict=True):
-                places[_checkpoint_name(f"{parent}.{part}.{kind}")] = view
-        else:
-            places[_checkpoint_name(name)] = parameter.data
-    return places
+    return {
+        name: view
+        for parameter_name, parameter in model.named_parameters()
+        for name, view in _parts(model, parameter_name, parameter)
+    }
+
+
+def _parts(model: CausalLM, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint calls a parameter, or each part of a packed one."""
+    module_name, _, kind = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    if isinstance(module, PackedLinear):
+        parent, _, packed = module_name.rpartition(".")
+        rows = torch.split(parameter.data, list(module.out_features))
+        for part, view in zip(model.packed_names[packed], rows, strict=True):
+            yield _checkpoint_name(f"{parent}.{part}.{kind}"), view
+    else:
+        yield _checkpoint_name(name), parameter.data
+
+
+@dataclass(eq=False, slots=True)
+class _UnfinishedLayer:
+    """A layer, and the names of its tensors that are still to come."""
+
+    module: Layer
+    missing: set[str]
+
+
+def _unfinished_layers(model: CausalLM) -> list[_UnfinishedLayer]:
+    """Every layer, those within another before it."""
+    names = {
+        id(parameter): {part for part, _ in _parts(model, name, parameter)}
+        for name, parameter in model.named_parameters()
+    }
+    return [
+        _UnfinishedLayer(module, set().union(*(names[id(own)] for own in module.parameters())))
+        for module in reversed(list(model.modules()))
+        if isinstance(module, Layer)
+    ]
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

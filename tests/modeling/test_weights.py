@@ -1,6 +1,7 @@
 """Checkpoint tensors to parameters: where each goes, and what is said when one does not fit."""
 
 import gc
+import random
 import weakref
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from mini_infer.core.errors import UnsupportedModelError, WeightsError
-from mini_infer.modeling.layers import Layer, Linear
+from mini_infer.kernels.cpu_linear import has_blocked_products, has_float16_products
+from mini_infer.modeling.layers import Layer, Linear, RMSNorm
 from mini_infer.modeling.weights import (
     build_model,
     checkpoint_places,
@@ -20,12 +22,15 @@ from tests.modeling.driver import PagedDriver
 from tests.modeling.fakes import MemorySource, random_tensors, tiny_config
 
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+WEIGHT_AND_BIAS = ("weight", "bias")
 
 
 def build(config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Any:
     """A loaded model before its layers rearrange what they hold."""
     model = empty_model(config, dtype)
-    load_weights(model, MemorySource(tensors))
+    assert list(load_weights(model, MemorySource(tensors))) == [
+        name for name in tensors if name in checkpoint_places(model)
+    ]
     return model
 
 
@@ -211,24 +216,68 @@ def test_the_default_dtype_is_restored_after_a_failure() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_every_layer_finishes_once_after_the_last_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished: list[Layer] = []
-    loaded: list[str] = []
+@pytest.mark.parametrize("order", ["sorted", "reversed", "shuffled"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_layer_finishes_once_as_soon_as_its_weights_are_there(
+    order: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the checkpoint's order; a layer within another is finished before it."""
+    config = tiny_config("Qwen2ForCausalLM", tie_word_embeddings=tied)
+    tensors = random_tensors(config)
+    names = sorted(tensors, reverse=order == "reversed")
+    if order == "shuffled":
+        random.Random(7).shuffle(names)
+    read: list[str] = []
+    finished: dict[Layer, int] = {}
 
     class Watching(MemorySource):
         def get(self, name: str) -> torch.Tensor:
-            assert not finished
-            loaded.append(name)
+            read.append(name)
             return super().get(name)
 
-    for kind in (Layer, Linear):
-        monkeypatch.setattr(kind, "finish_loading", lambda layer: finished.append(layer))
-    config = tiny_config()
-    tensors = random_tensors(config)
-    model = build_model(config, Watching(tensors), torch.float32)
-    assert len(loaded) == len(tensors)
-    assert finished == [module for module in model.modules() if isinstance(module, Layer)]
-    assert len(finished) == 3 + config.num_layers * 10
+    def finish(layer: Layer) -> None:
+        assert layer not in finished
+        finished[layer] = len(read)
+
+    for kind in (Layer, Linear, RMSNorm):
+        monkeypatch.setattr(kind, "finish_loading", finish)
+    source = Watching({name: tensors[name] for name in names})
+    model = build_model(config, source, torch.float32)
+    assert finished.keys() == {part for part in model.modules() if isinstance(part, Layer)}
+    place = list(finished)
+    for layer in finished:
+        inner = [part for part in layer.modules() if part is not layer]
+        assert all(place.index(part) < place.index(layer) for part in inner)  # type: ignore[arg-type]
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    qkv = [f"model.layers.1.self_attn.{part}_proj.{x}" for part in "qkv" for x in WEIGHT_AND_BIAS]
+    for layer, needs in (
+        (model.lm_head, [head]),
+        (model.embed_tokens, ["model.embed_tokens.weight"]),
+        (model.layers[1].self_attn.qkv_proj, qkv),
+        (model.layers[1], [name for name in names if name.startswith("model.layers.1.")]),
+    ):
+        assert finished[layer] == 1 + max(names.index(name) for name in needs)  # type: ignore[index]
+
+
+def test_packed_weights_leave_no_copy_behind() -> None:
+    """Of float32 and float16 matrices only the packed form stays; of a tied one, the table too."""
+    config = tiny_config(tie_word_embeddings=True)
+    originals: list[weakref.ref[torch.Tensor]] = []
+
+    class Watching(MemorySource):
+        def get(self, name: str) -> torch.Tensor:
+            assert sum(ref() is not None for ref in originals) == 0
+            tensor = super().get(name)
+            originals.append(weakref.ref(tensor))
+            return tensor
+
+    packed = {torch.float32: has_blocked_products(), torch.float16: has_float16_products()}
+    for dtype in (dtype for dtype, offered in packed.items() if offered):
+        model = build_model(config, Watching(random_tensors(config)), dtype)
+        assert all(ref() is None for ref in originals)
+        matrices = [name for name, value in model.named_parameters() if value.dim() == 2]
+        assert matrices == ["embed_tokens.weight"]
+        assert model.embed_tokens.weight.dtype == dtype
 
 
 def test_positions_reach_max_model_len() -> None:
