@@ -158,6 +158,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[list[RequestDelta], None]:
         """Like ``generate`` for several prompts, by request id; yields all deltas that are there.
 
@@ -165,13 +166,15 @@ class AsyncEngine:
         refused then none is served.
         """
         length = sum(len(prompt) for prompt in prompts.values())
-        process = self._engine.input_processor.process
+        process = partial(
+            self._engine.input_processor.process,
+            priority=priority,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+        )
 
         def process_all() -> "list[ProcessedRequest]":
-            return [
-                process(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-                for request_id, prompt in prompts.items()
-            ]
+            return [process(request_id, prompt, params) for request_id, prompt in prompts.items()]
 
         processed = await run_off_loop(length, process_all)
         self._start()

@@ -31,8 +31,10 @@ def _normalise(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         )
     result = dict(message)
     result["content"] = _text(message.get("content"), index)
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_tool_call(call, index) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list | tuple):
+            raise InvalidRequestError(f"messages[{index}].tool_calls must be a list", "messages")
+        result["tool_calls"] = [_tool_call(call, index) for call in calls]
     return result
 
 
@@ -68,7 +70,7 @@ def _tool_call(call: Any, index: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments else {}
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"messages[{index}].tool_calls: arguments are not JSON: {error}", "messages"
             ) from None

@@ -60,10 +60,12 @@ class InputProcessor:
         ``add_special_tokens`` is False for a rendered chat template, which holds its own.
 
         Raises:
-            InvalidRequestError: empty prompt, or a token id outside the vocabulary.
+            InvalidRequestError: empty prompt, a token id outside the vocabulary, or a priority or
+                salt of the wrong kind.
             PromptTooLongError: prompt, or prompt and ``max_tokens``, exceed the context or the
                 KV pool.
         """
+        _check_queueing(priority, cache_salt)
         if isinstance(prompt, str):
             self._check_length(prompt)
             prompt_token_ids = self._tokenizer.encode(prompt, add_special_tokens)
@@ -153,6 +155,20 @@ class InputProcessor:
                     self._check_token_ids("bad_words", token_ids)
                     sequences[tuple(token_ids)] = None
         return tuple(sequences)
+
+
+def _check_queueing(priority: object, cache_salt: object) -> None:
+    """Refuses here, for this caller, what would raise in the scheduler, which serves everybody."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority must be an integer, got {priority!r}", "priority")
+    if not isinstance(cache_salt, str):
+        raise InvalidRequestError(f"cache_salt must be a string, got {cache_salt!r}", "cache_salt")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "cache_salt holds half of a surrogate pair, which is not Unicode text", "cache_salt"
+        ) from None
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:

@@ -13,14 +13,9 @@ class _Pattern:
     def __init__(self, string: str) -> None:
         self.string = string
         self.matched = 0
-        self._fallback = [0] * len(string)
-        """Per prefix, without its last character's index: its longest border."""
-        border = 0
-        for index in range(1, len(string)):
-            while border and string[index] != string[border]:
-                border = self._fallback[border - 1]
-            border += string[index] == string[border]
-            self._fallback[index] = border
+        self._fallback = [0]
+        """Per prefix, without its last character's index: its longest border. Only of prefixes
+        that the text has held: a request may bring megabytes of stop strings, for each choice."""
 
     def advance(self, char: str) -> bool:
         """Reads one character; does it complete the string?"""
@@ -28,9 +23,17 @@ class _Pattern:
         while matched and self.string[matched] != char:
             matched = self._fallback[matched - 1]
         matched += self.string[matched] == char
+        if matched > len(self._fallback):
+            self._extend()
         complete = matched == len(self.string)
         self.matched = self._fallback[matched - 1] if complete else matched
         return complete
+
+    def _extend(self) -> None:
+        index, border = len(self._fallback), self._fallback[-1]
+        while border and self.string[index] != self.string[border]:
+            border = self._fallback[border - 1]
+        self._fallback.append(border + (self.string[index] == self.string[border]))
 
 
 class StopStringMatcher:

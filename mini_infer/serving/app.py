@@ -58,12 +58,13 @@ def create_app(engine: AsyncEngine) -> FastAPI:
         check_model(body.model)
         body.check()
 
-    def open_stream(prompts: dict[str, Prompt], body: Any) -> DeltaStream:
+    def open_stream(prompts: dict[str, Prompt], body: Any, **options: Any) -> DeltaStream:
         return engine.stream(
             prompts,
             body.sampling_params(),
             priority=body.priority,
             cache_salt=body.cache_salt or "",
+            **options,
         )
 
     @app.post("/v1/chat/completions")
@@ -73,7 +74,8 @@ def create_app(engine: AsyncEngine) -> FastAPI:
         envelope = Envelope("chatcmpl", kind, engine.config.served_model_name, body.include_usage)
         length = text_length(body.messages)
         prompt = await run_off_loop(length, chat_prompt, engine.tokenizer, body)
-        stream = open_stream({envelope.response_id: prompt}, body)
+        # The template wrote the special tokens itself.
+        stream = open_stream({envelope.response_id: prompt}, body, add_special_tokens=False)
         if body.stream:
             chunks = ChatChunks(envelope, body)
             return await stream_response(request, events_of(stream, chunks, envelope))

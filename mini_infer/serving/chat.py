@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant")
 
 
-def chat_prompt(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> list[int]:
-    """The token ids of a conversation, in the format of the model's chat template.
+def chat_prompt(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> str:
+    """A conversation in the format of the model's chat template, special tokens included.
 
     Raises:
         InvalidRequestError: a message that can't be rendered.
@@ -29,11 +29,9 @@ def chat_prompt(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> list[int
                 f"give {name} as a field of its own, not in chat_template_kwargs",
                 "chat_template_kwargs",
             )
-    text = tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(
         plain_messages(body.messages), add_generation_prompt=body.add_generation_prompt, **kwargs
     )
-    # The template writes the special tokens itself.
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -61,12 +59,18 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def text_length(value: Any) -> int:
-    """Characters in all strings of a JSON value, valid or not as messages."""
-    if isinstance(value, dict):
-        return sum(text_length(item) for item in value.values())
-    if isinstance(value, list):
-        return sum(text_length(item) for item in value)
-    return len(value) if isinstance(value, str) else 0
+    """Characters in all strings of a JSON value, valid or not as messages, however deep."""
+    length = 0
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+        elif isinstance(item, str):
+            length += len(item)
+    return length
 
 
 class ChatChunks:

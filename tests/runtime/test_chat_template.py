@@ -258,6 +258,11 @@ def test_tool_arguments_are_parsed_without_changing_the_callers_message() -> Non
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
         ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
         ([{"role": "assistant", "tool_calls": ["x"]}], "tool_calls"),
+        ([{"role": "assistant", "tool_calls": 5}], "tool_calls must be a list"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}],
+            "not JSON",
+        ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
             "not JSON",

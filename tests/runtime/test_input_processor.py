@@ -159,6 +159,24 @@ def test_token_ids_that_are_no_integers(param: str, bad: Any) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("priority", "high"),
+        ("priority", 1.5),
+        ("priority", None),
+        ("priority", True),
+        ("cache_salt", 5),
+        ("cache_salt", None),
+        ("cache_salt", "\ud800"),
+    ],
+)
+def test_what_would_raise_in_the_scheduler_is_refused_here(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        processor().process("r", "Hello", SamplingParams(), **{name: value})
+    assert caught.value.param == name
+
+
 def test_a_huge_text_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     one = processor()
 

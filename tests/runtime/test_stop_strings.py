@@ -173,3 +173,21 @@ def test_work_is_linear_with_a_long_hold_back() -> None:
         return count
 
     assert num_lines(800) < 9 * num_lines(100)
+
+
+def test_a_huge_stop_string_costs_only_what_the_text_matches_of_it() -> None:
+    count = 0
+
+    def trace(*_: object) -> object:
+        nonlocal count
+        count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        matcher = StopStringMatcher(["ab" * 500_000] * 16)
+        shown = matcher.append("abac")
+    finally:
+        sys.settrace(None)
+    assert shown == "abac"
+    assert count < 5000

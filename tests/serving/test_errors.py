@@ -50,6 +50,8 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
     ({"priority": "high"}, "priority", "integer"),
+    ({"cache_salt": 5}, "cache_salt", "string"),
+    ({"temperature": 10**400}, "temperature", ""),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"guided_json": {}}, "guided_json", "not supported"),
@@ -60,6 +62,8 @@ CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"content": "Hello"}]}, "messages", "role"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "'tool'"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
+    ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "prompt", "characters, more than"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages", "list"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages",
@@ -117,6 +121,16 @@ def test_bad_input_is_refused_with_its_field(
     assert "Traceback" not in response.text
 
 
+@pytest.mark.parametrize("depth", [300, 490, 900, 950])
+@pytest.mark.parametrize("field", ["x", "content"])
+def test_a_deeply_nested_message_is_no_fault(server: LiveServer, depth: int, field: str) -> None:
+    """Whether it is too deep for the parser, or only for the content's form, or does not matter."""
+    deep = "[" * depth + "]" * depth
+    body = f'{{"messages": [{{"role": "user", "{field}": {deep}}}], "max_tokens": 1}}'
+    response = server.client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == (200 if field == "x" else 400), response.text
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -128,6 +142,7 @@ def test_bad_input_is_refused_with_its_field(
         (b"[" * 100_000, ""),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', "finite"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "cache_salt": "\\ud800"}', "salt"),
         (b'{"messages": [{"role": "\\ud800", "content": "hi"}]}', "role"),
         (b'{"messages": [{"role": "user", "content": "hi"}], "n": 1e400}', "n"),
     ],
