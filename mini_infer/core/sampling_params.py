@@ -1,8 +1,9 @@
 """What a caller asks of one request's sampling. Field names follow vLLM's."""
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mini_infer.core.errors import InvalidRequestError
 
@@ -58,9 +59,10 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
-            object.__setattr__(self, name, tuple(value) if value is not None else ())
+            object.__setattr__(self, name, () if value is None else _items(name, value))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            allowed = _items("allowed_token_ids", self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", allowed)
         self._check_types()
         self._check_ranges()
 
@@ -99,8 +101,18 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InvalidRequestError(f"{name} must be a number, got {value!r}", name)
-            if not math.isfinite(value):
+            if not abs(value) <= sys.float_info.max:  # NaN neither; 10**400 is no float
                 raise InvalidRequestError(f"{name} must be finite, got {value}", name)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(
+                    f"{name} must be True or False, got {getattr(self, name)!r:.80}", name
+                )
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}",
+                "logit_bias",
+            )
         for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int)):
             for item in getattr(self, name):
                 if isinstance(item, bool) or not isinstance(item, kind):
@@ -141,8 +153,20 @@ class SamplingParams:
         if self.seed is not None:
             require(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         for token_id, bias in self.logit_bias.items():
-            if not math.isfinite(bias) or not -100 <= bias <= 100:
+            if isinstance(bias, bool) or not isinstance(bias, int | float):
+                raise InvalidRequestError(
+                    f"logit_bias of token {token_id} must be a number, got {bias!r:.80}",
+                    "logit_bias",
+                )
+            if not -100 <= bias <= 100:
                 raise InvalidRequestError(
                     f"logit_bias of token {token_id} must be in [-100, 100], got {bias}",
                     "logit_bias",
                 )
+
+
+def _items(name: str, value: object) -> tuple[Any, ...]:
+    """A list's items; a text is no list of its letters."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name} must be a list, got {value!r:.80}", name)
+    return tuple(value)
