@@ -77,6 +77,8 @@ def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> i
         return fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         return fail(missing_package(error), 1)
+    except MemoryError:
+        return fail("out of memory: use a smaller model, or lower kv_cache_memory", 1)
     except Exception as error:
         return fail(
             f"internal error, {type(error).__name__}: {error} "

@@ -17,6 +17,9 @@ Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 AttentionBackend = Literal["torch"]
 DEFAULT_MODEL = "smollm2-135m"
+MAX_NUM_SEQS = 2**16
+MAX_NUM_KV_BLOCKS = 2**24
+"""Beyond these the bookkeeping alone takes gigabytes, and the system would kill the process."""
 
 
 def option(
@@ -100,8 +103,16 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.num_kv_blocks is not None and self.num_kv_blocks < 1:
-            raise InvalidConfigError(f"num_kv_blocks must be 1 or more, got {self.num_kv_blocks}")
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise InvalidConfigError(
+                f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}"
+            )
+        if self.num_kv_blocks is not None and not 1 <= self.num_kv_blocks <= MAX_NUM_KV_BLOCKS:
+            raise InvalidConfigError(
+                f"num_kv_blocks must be between 1 and {MAX_NUM_KV_BLOCKS}, got "
+                f"{self.num_kv_blocks}: give another number, a kv_cache_memory or a block_size "
+                f"that makes such a number"
+            )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise InvalidConfigError(
                 f"without chunked prefill a whole prompt must fit one step: raise "

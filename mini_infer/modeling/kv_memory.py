@@ -1,5 +1,6 @@
 """How many KV blocks fit, and their memory."""
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -39,8 +40,15 @@ def allocate_kv_cache(
     """Per layer a K and a V cache ``[num_blocks, block_size, num_kv_heads, head_dim]``.
 
     Raises:
-        OutOfMemoryError: the allocation failed.
+        OutOfMemoryError: more than the free memory, or the allocation failed.
     """
+    size = num_blocks * bytes_per_block(config, layout, dtype)
+    # A CPU's allocator promises what it does not have, and the system kills who touches it.
+    if config.device == "cpu" and size > (free := psutil.virtual_memory().available):
+        raise OutOfMemoryError(
+            f"the KV cache of {num_blocks} blocks needs {size / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} GiB are free: lower kv_cache_memory or num_kv_blocks"
+        )
     heads = layout.num_kv_heads
     # A token's keys and values lie side by side, so that one gather can read both.
     shape = (num_blocks, config.block_size, 2 * heads, layout.head_dim)
@@ -52,7 +60,6 @@ def allocate_kv_cache(
         )
         return [(pair[:, :, :heads], pair[:, :, heads:]) for pair in pairs]
     except RuntimeError as error:
-        size = num_blocks * bytes_per_block(config, layout, dtype)
         raise OutOfMemoryError(
             f"the KV cache of {size} bytes could not be allocated: lower kv_cache_memory"
         ) from error

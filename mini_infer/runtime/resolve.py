@@ -95,10 +95,10 @@ def _convert(name: str, value: Any, option: Mapping[str, Any]) -> Any:
         if name == "kv_cache_memory" and isinstance(value, str):
             return parse_size(value)
         if kind is int:
-            if isinstance(value, bool) or int(value) != float(value):
+            if isinstance(value, bool) or int(value) != value:
                 raise ValueError
             return int(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         rule = "a size such as 2GiB" if name == "kv_cache_memory" else "an integer"
         raise InvalidConfigError(f"{name} must be {rule}, got {value!r}") from None
     if not isinstance(value, kind):

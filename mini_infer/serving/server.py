@@ -66,6 +66,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise InvalidConfigError(f"can't listen on --host {host}: {error.strerror}") from None
+    except UnicodeError:  # a label that is too long, or no text
+        raise InvalidConfigError(f"--host {host!r:.80} is no host name") from None
     try:
         # Without it a restart would have to wait for the old connections' end.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

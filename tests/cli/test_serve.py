@@ -27,6 +27,13 @@ code = serve_main()
 print([m for m in ("torch", "transformers", "numpy") if m in sys.modules])
 sys.exit(code)
 """
+# Each would have the system kill the process, or end in MemoryError.
+ABSURD = (
+    "--num-kv-blocks 99999999999999",
+    "--kv-cache-memory 99999999999TiB",
+    "--max-num-seqs 1000000000000",
+    f"--max-num-seqs 1{'0' * 400}",
+)
 
 
 @pytest.fixture
@@ -47,13 +54,18 @@ def test_port_in_use_is_found_before_the_model(
     assert "/no/such/model" not in error
 
 
-def test_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--dry-run", "--host", "256.0.0.1"]) == 2
-    assert "256.0.0.1" in capsys.readouterr().err
+@pytest.mark.parametrize("host", ["256.0.0.1", "x" * 300, "a\udcff", ""])
+def test_unknown_host(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--host", host]) == 2
+    error = capsys.readouterr().err
+    assert "--host" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--model", "/no/such/model"], ["--dry-run", "--block-size", "0"]]
+    "arguments",
+    [["--model", "/no/such/model"], ["--dry-run", "--block-size", "0"]]
+    + [["--dry-run", *option.split()] for option in ABSURD],
 )
 def test_what_the_engine_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "0", *arguments]) == 2
