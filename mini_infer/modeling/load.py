@@ -9,7 +9,6 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.dummy_source import DummySource
-from mini_infer.modeling.gguf_source import GGUFSource
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.safetensors_source import SafetensorsSource
 from mini_infer.modeling.weights import WeightSource, build_model, checkpoint_shapes
@@ -37,6 +36,8 @@ def _open_source(config: EngineConfig, files: ModelFiles, dtype: torch.dtype) ->
     if config.load_format == "dummy":
         return DummySource(config.model_config, config.seed, dtype, config.device)
     if config.load_format == "gguf":
+        from mini_infer.modeling.gguf_source import GGUFSource  # the gguf package, for its readers
+
         return GGUFSource(files.weights)
     return SafetensorsSource(files.weights)
 
