@@ -16,3 +16,21 @@ def real_model_folder() -> Path:
     from mini_infer.modeling.pull import pull
 
     return pull("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded random Llama of two layers as one GGUF file, tokenizer and chat template in it."""
+    from tests.modeling.gguf_files import tiny_model, write_model
+
+    return write_model(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model("llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_gguf: Path) -> Path:
+    """The same model in Hugging Face format; do not change it, copy it."""
+    from mini_infer.modeling.pull import pull
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINI_INFER_CACHE", str(tiny_gguf.parent / "cache"))
+        return pull(str(tiny_gguf))
