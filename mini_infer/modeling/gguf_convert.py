@@ -15,6 +15,7 @@ from mini_infer.modeling.gguf_file import GGUFFile
 from mini_infer.modeling.gguf_metadata import config_from_gguf
 from mini_infer.modeling.gguf_source import GGUFSource
 from mini_infer.modeling.gguf_tokenizer import build_tokenizer, generation_config, tokenizer_config
+from mini_infer.modeling.hub import has_config_and_tokenizer, is_complete
 from mini_infer.modeling.model_cache import write_folder_atomically
 from mini_infer.modeling.weights import checkpoint_shapes
 
@@ -25,7 +26,7 @@ SHARD_BYTES = 256 * 2**20
 def convert_gguf_to_folder(gguf: Path, folder: Path) -> Path:
     """Writes config.json, tokenizer files and float32 safetensors of ``gguf`` into ``folder``.
 
-    ``folder`` appears only when complete; one that exists is left as it is. Progress goes to
+    ``folder`` appears only when complete; a complete one is left as it is. Progress goes to
     standard error.
 
     Raises:
@@ -40,7 +41,7 @@ def convert_gguf_to_folder(gguf: Path, folder: Path) -> Path:
         _check_shapes(gguf, source, checkpoint_shapes(ModelConfig.from_dict(config)))
         _write_weights(source, temporary, gguf.name)
 
-    return write_folder_atomically(folder, write)
+    return write_folder_atomically(folder, write, is_complete)
 
 
 def write_config_folder(gguf: Path, folder: Path) -> Path:
@@ -49,7 +50,7 @@ def write_config_folder(gguf: Path, folder: Path) -> Path:
     def write(temporary: Path) -> None:
         _write_config_and_tokenizer(GGUFFile(gguf), temporary)
 
-    return write_folder_atomically(folder, write)
+    return write_folder_atomically(folder, write, has_config_and_tokenizer)
 
 
 def _write_config_and_tokenizer(file: GGUFFile, folder: Path) -> dict[str, Any]:

@@ -66,10 +66,16 @@ def is_complete(folder: Path) -> bool:
     """Does the folder hold a configuration, a tokenizer and every safetensors shard, undamaged?"""
     from mini_infer.modeling.safetensors_source import SafetensorsSource
 
-    if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+    if not has_config_and_tokenizer(folder):
         return False
     try:
         SafetensorsSource(folder)
     except WeightsError:
         return False
     return True
+
+
+def has_config_and_tokenizer(folder: Path) -> bool:
+    """Are both files there, and not empty, as a loss of power may leave them?"""
+    files = [folder / name for name in ("config.json", "tokenizer.json")]
+    return all(file.is_file() and file.stat().st_size > 0 for file in files)

@@ -4,10 +4,11 @@ import errno
 import glob
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mini_infer.core.errors import InvalidConfigError
@@ -54,23 +55,38 @@ def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
         ) from None
 
 
-def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> Path:
+def write_folder_atomically(
+    folder: Path, write: Callable[[Path], None], is_complete: Callable[[Path], bool]
+) -> Path:
     """Lets ``write`` fill a temporary folder beside ``folder``, then renames it into place.
 
     A run that is killed leaves no ``folder``. Of two that run at once the first to finish wins,
-    and the other's copy is dropped. An existing ``folder`` is returned as it is.
+    and the other's copy is dropped. An existing ``folder`` is returned as it is, unless it is not
+    complete (a machine lost power before the files reached its disk): then it is made again.
 
     Raises:
         InvalidConfigError: the place can't be written, or the disk is full.
     """
-    if folder.exists():
+    if is_complete(folder):
         return folder
     with scratch_folder(folder.parent, folder.name) as scratch:
         write(scratch)
         scratch.chmod(0o755)
+        for path in scratch.iterdir():
+            path.chmod(0o644)
+        _move_damaged(folder, scratch, is_complete)
         try:
             scratch.rename(folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     return folder
+
+
+def _move_damaged(folder: Path, scratch: Path, is_complete: Callable[[Path], bool]) -> None:
+    """Makes room for what was written; what a run beside this one finished stays."""
+    if not folder.exists() or is_complete(folder):
+        return
+    print(f"{folder} is damaged: it was made again", file=sys.stderr)
+    with scratch_folder(scratch.parent, "damaged") as grave, suppress(FileNotFoundError):
+        folder.rename(grave / folder.name)

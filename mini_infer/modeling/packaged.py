@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mini_infer.core.errors import ModelNotFoundError, WeightsError
+from mini_infer.modeling.hub import is_complete
 from mini_infer.modeling.model_cache import CACHE_FORMAT, cache_folder, scratch_folder
 
 STDERR = 2
@@ -53,7 +54,7 @@ def pull_alias(alias: str) -> Path:
         InvalidConfigError: the cache folder can't be written.
     """
     folder = cache_folder() / CACHE_FORMAT / alias
-    if folder.exists():
+    if is_complete(folder):
         return folder
     from mini_infer.modeling.gguf_convert import convert_gguf_to_folder
 

@@ -323,7 +323,7 @@ def test_the_first_of_two_conversions_wins(tmp_path: Path) -> None:
         target.mkdir()  # another process finished meanwhile
         (target / "theirs").touch()
 
-    assert model_cache.write_folder_atomically(target, write) == target
+    assert model_cache.write_folder_atomically(target, write, Path.exists) == target
     assert [path.name for path in target.iterdir()] == ["theirs"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -333,7 +333,7 @@ def test_a_folder_that_cannot_be_put_in_place(tmp_path: Path) -> None:
         (tmp_path / "out").touch()  # a file, where the folder should go
 
     with pytest.raises(InvalidConfigError, match="can't write to"):
-        model_cache.write_folder_atomically(tmp_path / "out", write)
+        model_cache.write_folder_atomically(tmp_path / "out", write, Path.exists)
 
 
 def test_two_processes_convert_at_once(tmp_path: Path) -> None:
@@ -357,5 +357,5 @@ def test_what_a_killed_run_left_is_removed_after_a_day(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "part").touch()
     os.utime(abandoned, (0, 0))
-    model_cache.write_folder_atomically(tmp_path / "out", lambda _: None)
+    model_cache.write_folder_atomically(tmp_path / "out", lambda _: None, Path.exists)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.new", "out"]

