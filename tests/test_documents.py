@@ -243,3 +243,59 @@ def test_readme_tells_how_to_switch_each_mechanism_off() -> None:
     assert all(f"enable_{name}".replace("-", "_") in engine_options() for name in switches[:2])
     for name in switches:
         assert re.search(rf"`--(no-)?{name}`", source), name
+
+
+CODE = re.compile(r"`((?:[\w.-]+/)*\w+\.py)(?:::([\w.]+))?`")
+
+NOT_THERE = ("file.py", "mini_infer/modeling/models/olmo2.py")
+"""A pattern, and the file that whoever follows docs/adding-a-model.md writes."""
+
+
+def mentions_of_code() -> list[tuple[str, str, str]]:
+    """(document, file, name within it or nothing) of everything written as `file.py::name`."""
+    found = {
+        (path.relative_to(ROOT).as_posix(), match[1], match[2] or "")
+        for path in DOCUMENTS
+        for match in CODE.finditer(FENCE.sub("", path.read_text(encoding="utf-8")))
+    }
+    return sorted(mention for mention in found if mention[1] not in NOT_THERE)
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions, classes and variables of a module, and their members as ``Class.member``."""
+
+    def names(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield prefix + node.name
+            elif isinstance(node, ast.ClassDef):
+                yield prefix + node.name
+                yield from names(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from (
+                    prefix + target.id for target in targets if isinstance(target, ast.Name)
+                )
+
+    return set(names(ast.parse(path.read_text(encoding="utf-8")).body, ""))
+
+
+def test_documents_mention_code() -> None:
+    assert len(mentions_of_code()) > 50
+
+
+@pytest.mark.parametrize(
+    ("document", "file", "name"), mentions_of_code(), ids=lambda value: value or "file"
+)
+def test_code_that_a_document_mentions_exists(document: str, file: str, name: str) -> None:
+    """A file may be named by its last parts, if no name stands in two of that ending."""
+    files = [
+        path
+        for folder in ("mini_infer", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.as_posix().endswith(f"/{file}")
+    ]
+    assert files, f"{document} mentions {file}, which is not there"
+    if name:
+        holders = [path for path in files if name in names_in(path)]
+        assert len(holders) == 1, f"{document}: {file}::{name} is in {len(holders)} files"

@@ -75,7 +75,7 @@ def test_answers_are_those_of_hugging_faces_generate(
         "Say hello.",
     ]
     conversations = [[{"role": "user", "content": question}] for question in questions]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    params = SamplingParams(temperature=0, max_tokens=24)
     outputs = float32_llm.chat(conversations, params, use_tqdm=False)
     for output in outputs:
         prompt = torch.tensor([output.prompt_token_ids])
@@ -83,7 +83,7 @@ def test_answers_are_those_of_hugging_faces_generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=False,
-            max_new_tokens=NUM_TOKENS,
+            max_new_tokens=params.max_tokens,
         )
         assert output.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
     assert "Paris" in outputs[0].outputs[0].text
