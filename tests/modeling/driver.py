@@ -19,7 +19,7 @@ Finite, as a real cache always is: a batched attention multiplies what it masks 
 class PagedDriver:
     """Feeds chunks to a model; blocks are handed out in a scrambled order, as after long use.
 
-    The caches start full of NaN, so that reading a slot that no token wrote shows at once.
+    The caches start poisoned, so that reading a slot that no token wrote shows at once.
     """
 
     def __init__(self, model: CausalLM, block_size: int = 4, num_blocks: int = 128) -> None:
