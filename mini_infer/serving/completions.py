@@ -29,6 +29,8 @@ class CompletionFormat:
         self._prompts = prompts
         self._rows = {request_id: row for row, request_id in enumerate(prompts)}
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._started: set[int] = set()
+        """Indices of choices whose first piece, with the echo, was formatted."""
         self._prompt_logprobs: dict[str, list[dict[int, Logprob] | None] | None] = {}
 
     def chunks(self, delta: RequestDelta) -> Iterator[str]:
@@ -36,7 +38,7 @@ class CompletionFormat:
         index = self._index(delta.request_id, delta.index)
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[delta.request_id] = delta.prompt_logprobs
-        first = index not in self._logprobs
+        first = index not in self._started
         tells_prompt = self._body.echo or self._body.prompt_logprobs is not None
         if delta.text or delta.logprobs or (first and tells_prompt):
             text, logprobs = self._piece(delta.request_id, index, delta.text, delta.logprobs)
@@ -88,7 +90,8 @@ class CompletionFormat:
         logprobs: Sequence[dict[int, Logprob]],
     ) -> tuple[str, dict[str, Any] | None]:
         """New text and log-probabilities of a choice, its first ones after the echoed prompt."""
-        first = index not in self._logprobs
+        first = index not in self._started
+        self._started.add(index)
         counter = self._logprobs.setdefault(index, CompletionLogprobs())
         echoed = self._echoed_text(request_id) if first and self._body.echo else ""
         if self._body.logprobs is None:
