@@ -55,6 +55,10 @@ class OutOfMemoryError(MiniInferError):
     """The weights or the smallest useful KV cache do not fit the memory that is there."""
 
 
+class StepError(MiniInferError):
+    """A model step raised while one of the caller's requests was in it."""
+
+
 class EngineDeadError(MiniInferError):
     """The engine stopped after a fault; it serves no further request."""
 

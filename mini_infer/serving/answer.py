@@ -42,7 +42,7 @@ async def collect(stream: DeltaStream) -> dict[str, RequestOutput]:
     """Waits for the outputs of all requests, by request id.
 
     Raises:
-        GenerationError: the engine gave one up.
+        MiniInferError: the engine gave one up; StepError where a step raised.
     """
     outputs: dict[str, RequestOutput] = {}
     async with contextlib.aclosing(stream):
@@ -62,7 +62,7 @@ async def events_of(
     """The events of a stream: one string for all deltas that were there, then the usage.
 
     Raises:
-        GenerationError: the engine gave a request up.
+        MiniInferError: the engine gave a request up; StepError where a step raised.
     """
     outputs: list[RequestOutput] = []
     async with contextlib.aclosing(stream):

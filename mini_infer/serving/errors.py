@@ -9,7 +9,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from mini_infer.core.errors import InvalidRequestError, MiniInferError, ModelNotFoundError
+from mini_infer.core.errors import (
+    InvalidRequestError,
+    MiniInferError,
+    ModelNotFoundError,
+    StepError,
+)
 from mini_infer.core.outputs import RequestDelta
 
 TYPES = {
@@ -19,16 +24,19 @@ TYPES = {
 }
 
 
-class GenerationError(MiniInferError):
-    """The engine gave a request up that it had accepted."""
-
-
 def raise_for_failure(delta: RequestDelta) -> None:
-    """Raises GenerationError if the engine, not the request, is why the choice ended."""
+    """Raises an error if the server, not the request, is why the choice ended.
+
+    What the step raised is for the log, which has it: it may name paths or other internals.
+
+    Raises:
+        StepError: a step raised while it held the request.
+        MiniInferError: something other than the client aborted it.
+    """
     if delta.finish_reason == "error":
-        raise GenerationError(f"the engine failed on this request: {delta.stop_reason}")
+        raise StepError("the model failed on this request; the server's log says why")
     if delta.finish_reason == "abort":
-        raise GenerationError("the request was aborted by the server")
+        raise MiniInferError("the request was aborted by the server")
 
 
 def error_object(

@@ -228,9 +228,17 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+    """Only ``str(id)`` is a key: ``int`` would also read "1_0" or " 1 ", and two such keys could
+    be one id."""
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and (key == "0" or key[0] != "0")):
+            raise InvalidRequestError(
+                f'logit_bias maps token ids to numbers, like {{"50256": -100}}; got {key!r:.40}',
+                "logit_bias",
+            )
     try:
-        return {int(token_id): bias for token_id, bias in biases.items()}
-    except ValueError:
+        return {int(key): bias for key, bias in biases.items()}
+    except ValueError:  # Python reads no number of thousands of digits
         raise InvalidRequestError(
-            'logit_bias must map token ids to numbers, like {"50256": -100}', "logit_bias"
+            "logit_bias has a key that is longer than any token id", "logit_bias"
         ) from None

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from mini_infer.core.errors import EngineDeadError
+from mini_infer.core.errors import EngineDeadError, MiniInferError, StepError
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.app import create_app
-from mini_infer.serving.errors import GenerationError, error_object, raise_for_failure
+from mini_infer.serving.errors import error_object, raise_for_failure
 from tests.serving.live import CHAT, COMPLETIONS, LiveServer
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -36,7 +36,12 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 2**70}, "seed", "64-bit"),
     ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
     ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    *(
+        ({"logit_bias": {key: 1}}, "logit_bias", "token ids")
+        for key in ("a", "", "1_0", " 1 ", "01", "00", "+1", "-1", "1.0", "\u0661")
+    ),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "longer"),
+    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "'01'"),
     ({"logit_bias": {"1": 1000}}, "logit_bias", "[-100, 100]"),
     ({"logit_bias": {"99999999": 1}}, "logit_bias", "vocabulary"),
     ({"stop_token_ids": [99999999]}, "stop_token_ids", "vocabulary"),
@@ -264,8 +269,40 @@ def test_a_dead_engine_answers_503(stream: bool) -> None:
         assert response.json()["error"]["type"] == "service_unavailable_error"
 
 
-@pytest.mark.parametrize("reason", ["error", "abort"])
-def test_a_request_that_the_engine_gave_up_is_an_error(reason: Any) -> None:
-    delta = RequestDelta("a", 0, "", (), finish_reason=reason, stop_reason="out of memory")
-    with pytest.raises(GenerationError):
-        raise_for_failure(delta)
+def test_a_request_that_was_aborted_is_an_error() -> None:
+    with pytest.raises(MiniInferError, match="aborted by the server"):
+        raise_for_failure(RequestDelta("a", 0, "", (), finish_reason="abort"))
+
+
+def test_a_failed_step_is_a_typed_error() -> None:
+    with pytest.raises(StepError):
+        raise_for_failure(RequestDelta("a", 0, "", (), finish_reason="error"))
+
+
+@pytest.mark.parametrize("num_good_steps", [0, 2], ids=["at once", "in the middle"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_step_raised_is_told_to_the_log_only(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+    num_good_steps: int,
+) -> None:
+    engine = LLMEngine.from_options(dry_run=True)
+    submit = engine._executor.submit
+    steps = iter(range(100))
+
+    def fail_later(batch: Any) -> Any:
+        if next(steps) >= num_good_steps:
+            raise RuntimeError("a secret detail")
+        return submit(batch)
+
+    monkeypatch.setattr(engine._executor, "submit", fail_later)
+    with TestClient(create_app(AsyncEngine(engine))) as client:
+        response = client.post(
+            CHAT, json={"messages": HELLO, "stream": stream, "ignore_eos": True, "max_tokens": 9}
+        )
+    assert response.status_code == (200 if stream and num_good_steps else 500)
+    assert '"type":"server_error"' in response.text
+    assert "the model failed on this request" in response.text
+    assert "secret" not in response.text
+    assert "a secret detail" in caplog.text
