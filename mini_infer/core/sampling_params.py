@@ -10,6 +10,11 @@ from mini_infer.core.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 128
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_TOKENS_PER_BAD_WORD = 16
+"""The last four bound what a slot of the device's sampling tables takes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _items("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
+        self._check_lengths()
         self._check_types()
         self._check_ranges()
 
@@ -77,6 +83,25 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    def _check_lengths(self) -> None:
+        """First, so that a list of a million items costs no more than its length."""
+        bounds = {
+            "stop": MAX_STOP_STRINGS,
+            "stop_token_ids": MAX_STOP_TOKEN_IDS,
+            "bad_words": MAX_BAD_WORDS,
+            "logit_bias": MAX_LOGIT_BIASES,
+        }
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}",
+                "logit_bias",
+            )
+        for name, most in bounds.items():
+            if (length := len(getattr(self, name))) > most:
+                raise InvalidRequestError(
+                    f"{name} has {length} entries, at most {most} are allowed", name
+                )
 
     def _check_types(self) -> None:
         def whole(name: str, optional: bool) -> None:
@@ -108,11 +133,6 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"{name} must be True or False, got {getattr(self, name)!r:.80}", name
                 )
-        if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequestError(
-                f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}",
-                "logit_bias",
-            )
         for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int)):
             for item in getattr(self, name):
                 if isinstance(item, bool) or not isinstance(item, kind):
@@ -142,7 +162,6 @@ class SamplingParams:
             require(
                 value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}"
             )
-        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         require(all(self.stop), "stop", "free of empty strings")
         require(all(self.bad_words), "bad_words", "free of empty strings")
         require(

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mini_infer.kernels import sampling as ops
+from mini_infer.kernels import sampling
 from mini_infer.modeling.sampling_state import (
     ANY_TOKEN,
     EDITS,
@@ -63,7 +63,9 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
     logprobs = logits.float().log_softmax(-1)
     token_ids = token_ids.long()
     chosen = logprobs.gather(1, token_ids[:, None])
-    top_ids = ops.top_tokens(logprobs, min(num_top, logits.shape[-1]))
+    top_ids = token_ids.new_empty(len(token_ids), 0)
+    if num_top:
+        top_ids = sampling.top_tokens(logprobs, min(num_top, logits.shape[-1]))
     ranks = (logprobs > chosen).sum(-1) + 1
     return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
@@ -155,7 +157,7 @@ class Sampler:
 
     def _penalize_(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
         longest = int(batch.num_tokens[rows].max())
-        return ops.penalize_(
+        return sampling.penalize_(
             logits,
             batch.token_table[batch.take(batch.device_slots, rows), :longest],
             batch.take(batch.device_num_tokens, rows),
@@ -171,7 +173,7 @@ class Sampler:
 
     def _allow_(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
         allowed = batch.state.allowed[batch.take(batch.device_slots, rows)]
-        return logits.masked_fill_(~allowed, ops.NEG_INF)
+        return logits.masked_fill_(~allowed, sampling.NEG_INF)
 
     def _ban_(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
         state, slots = batch.state, batch.take(batch.device_slots, rows)
@@ -179,9 +181,9 @@ class Sampler:
         prefixes = state.ban_prefixes[slots]  # [R, W, D], the last token first
         place = num_tokens - 1 - torch.arange(prefixes.shape[-1], device=logits.device)
         tail = batch.token_table[slots[:, None], place.clamp_min(0)]  # [R, D]
-        same = (prefixes == tail[:, None]) & (place >= 0)[:, None]
+        same = (prefixes == tail[:, None].to(prefixes.dtype)) & (place >= 0)[:, None]
         active = (same | (prefixes == ANY_TOKEN)).all(-1) & (num_tokens < state.ban_until[slots])
-        return ops.ban_(logits, state.ban_ids[slots], active)
+        return sampling.ban_(logits, state.ban_ids[slots], active)
 
     def _draw(self, batch: "_Batch", logits: Tensor) -> Tensor:
         """Greedy, plain random and truncated rows go three ways and meet again."""
@@ -203,8 +205,8 @@ class Sampler:
     def _draw_plain(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
         scores = logits / batch.real("temperature", rows)[:, None]
         if batch.union & Stage.MIN_P:
-            ops.mask_min_p_(scores, batch.real("log_min_p", rows))
-        noise = ops.negative_gumbel(batch.state.token_hashes, *batch.noise_keys(rows))
+            sampling.mask_min_p_(scores, batch.real("log_min_p", rows))
+        noise = sampling.negative_gumbel(batch.state.token_hashes, *batch.noise_keys(rows))
         return scores.sub_(noise).argmax(-1)
 
     def _draw_truncated(self, batch: "_Batch", logits: Tensor, rows: Rows) -> Tensor:
@@ -212,12 +214,12 @@ class Sampler:
         top_k, top_p = batch.integer("top_k", rows), batch.real("top_p", rows, torch.float64)
         counts = batch.candidate_counts(rows)
         for num_candidates in counts:
-            ids, kept, complete = ops.truncate(scores, top_k, top_p, num_candidates)
+            ids, kept, complete = sampling.truncate(scores, top_k, top_p, num_candidates)
             if num_candidates == counts[-1] or bool(complete.all()):
                 break
         if batch.union & Stage.MIN_P:
-            ops.mask_min_p_(kept, batch.real("log_min_p", rows))
-        noise = ops.negative_gumbel(batch.state.token_hashes[ids], *batch.noise_keys(rows))
+            sampling.mask_min_p_(kept, batch.real("log_min_p", rows))
+        noise = sampling.negative_gumbel(batch.state.token_hashes[ids], *batch.noise_keys(rows))
         return ids.gather(1, kept.sub_(noise).argmax(-1, keepdim=True))[:, 0]
 
 
@@ -277,7 +279,9 @@ class _Batch:
         return self.take(self._integers, rows)[:, INTEGERS.index(name)]
 
     def noise_keys(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        return ops.row_keys(self.integer("seed", rows), self.take(self.device_num_tokens, rows))
+        return sampling.row_keys(
+            self.integer("seed", rows), self.take(self.device_num_tokens, rows)
+        )
 
     def candidate_counts(self, rows: Rows) -> list[int]:
         """How many of the likeliest tokens to look at: one guess after another, until enough.

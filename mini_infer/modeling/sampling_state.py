@@ -78,8 +78,10 @@ def stages_of(admission: Admission, vocab_size: int) -> Stage:
 class SamplingState:
     """Per-slot sampling columns on ``device``, and their host mirrors.
 
-    Lists of unequal length (biases, bans) are padded with entries that change nothing; their
-    width grows to the longest list that ever came. Ids outside the vocabulary are dropped: such
+    Lists of unequal length (biases, bans) are padded with entries that change nothing. Their
+    tables have the next power of two of the longest list's length that ever came, so that they
+    seldom move, and ``core.sampling_params`` bounds the lists: with 256 slots, whatever requests
+    ask for, biases take at most 3 MiB and bans 20 MiB. Ids outside the vocabulary are dropped: such
     a token can neither be sampled nor banned.
     """
 
@@ -95,7 +97,7 @@ class SamplingState:
         # read, backwards, `ban_prefixes`.
         self.ban_ids = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
         self.ban_until = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
-        self.ban_prefixes = torch.zeros(num_slots, 0, 0, dtype=torch.int64, device=device)
+        self.ban_prefixes = torch.zeros(num_slots, 0, 0, dtype=torch.int32, device=device)
         # [slots, V] once somebody asks for it: tokens that may be sampled.
         self.allowed = torch.zeros(num_slots, 0, dtype=torch.bool, device=device)
 
@@ -143,7 +145,8 @@ class SamplingState:
     def _write_allowed(self, admission: Admission) -> None:
         allowed = admission.params.allowed_token_ids
         if allowed is not None:
-            self.allowed = _widened(self.allowed, (self.vocab_size,), True)
+            if not self.allowed.numel():
+                self.allowed = self.allowed.new_ones(self.num_slots, self.vocab_size)
             ids = [token_id for token_id in allowed if self._known(token_id)]
             self.allowed[admission.slot] = False
             self.allowed[admission.slot, torch.tensor(ids, dtype=torch.int64)] = True
@@ -172,17 +175,20 @@ class SamplingState:
             self.ban_ids[slot, :width] = torch.tensor([token_id for token_id, _, _ in bans])
             self.ban_until[slot, :width] = torch.tensor([until for _, until, _ in bans])
             padded = [prefix + (ANY_TOKEN,) * (depth - len(prefix)) for _, _, prefix in bans]
-            self.ban_prefixes[slot, :width, :depth] = torch.tensor(padded, dtype=torch.int64)
+            self.ban_prefixes[slot, :width, :depth] = torch.tensor(padded, dtype=torch.int32)
 
     def _known(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size
 
 
 def _widened(table: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
-    """``table [slots, ...]`` with its inner sizes grown to at least ``sizes``."""
+    """``table [slots, ...]`` with its inner sizes grown to powers of two that hold ``sizes``."""
     if all(have >= need for have, need in zip(table.shape[1:], sizes, strict=True)):
         return table
-    shape = [max(have, need) for have, need in zip(table.shape[1:], sizes, strict=True)]
+    shape = [
+        max(have, 1 << (need - 1).bit_length() if need else 0)
+        for have, need in zip(table.shape[1:], sizes, strict=True)
+    ]
     wide = table.new_full((table.shape[0], *shape), fill)
     wide[tuple(slice(0, size) for size in table.shape)] = table
     return wide

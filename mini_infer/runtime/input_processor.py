@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import InvalidRequestError, PromptTooLongError
 from mini_infer.core.request import Request
-from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.core.sampling_params import MAX_TOKENS_PER_BAD_WORD, SamplingParams
 from mini_infer.runtime.tokenizer import Tokenizer
 
 SEED_BITS = 63
@@ -76,7 +76,7 @@ class InputProcessor:
         self._check_token_ids("prompt", prompt_token_ids)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("logit_bias", params.logit_bias)
-        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_allowed(params.allowed_token_ids or ())
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         bad_words = self._bad_words(params.bad_words)
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
@@ -120,6 +120,15 @@ class InputProcessor:
                     param,
                 )
 
+    def _check_allowed(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) > self._vocab_size:
+            raise InvalidRequestError(
+                f"allowed_token_ids has {len(token_ids)} entries, more than the vocabulary's "
+                f"{self._vocab_size} tokens: name each token once",
+                "allowed_token_ids",
+            )
+        self._check_token_ids("allowed_token_ids", token_ids)
+
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Output tokens allowed: as asked, else what is left of the context and the pool."""
         room = self._max_model_len - num_prompt_tokens
@@ -148,13 +157,26 @@ class InputProcessor:
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is spelled at the start of a text and after a space."""
         sequences: dict[tuple[int, ...], None] = {}
+        num_chars = MAX_TOKENS_PER_BAD_WORD * self._tokenizer.max_chars_per_token
         for word in words:
             for spelling in (word.lstrip() or word, f" {word.lstrip()}"):
+                if len(spelling) > num_chars:  # surely too many tokens: don't spend time on them
+                    raise _bad_word_too_long(word, f"{len(spelling)} characters")
                 token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
+                if len(token_ids) > MAX_TOKENS_PER_BAD_WORD:
+                    raise _bad_word_too_long(word, f"{len(token_ids)} tokens")
                 if token_ids:
                     self._check_token_ids("bad_words", token_ids)
                     sequences[tuple(token_ids)] = None
         return tuple(sequences)
+
+
+def _bad_word_too_long(word: str, length: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"bad_words: {word!r:.40} has {length} with a space before it or without, and a word may "
+        f"have at most {MAX_TOKENS_PER_BAD_WORD} tokens: ban a shorter part of it",
+        "bad_words",
+    )
 
 
 def _check_queueing(priority: object, cache_salt: object) -> None:

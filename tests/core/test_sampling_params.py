@@ -56,6 +56,10 @@ from mini_infer.core.sampling_params import SamplingParams
         ("logit_bias", {3: None}),
         ("logit_bias", [3]),
         ("logit_bias", None),
+        ("stop_token_ids", range(257)),
+        ("bad_words", ["a"] * 129),
+        ("bad_words", ["a"] * 100_000),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("stop", 5),
         ("stop", {"a": 1}),
         ("stop_token_ids", 0),
@@ -90,10 +94,18 @@ def test_a_value_out_of_range_names_its_field(field: str, value: object) -> None
         ("seed", -(2**63)),
         ("logit_bias", {3: -100.0}),
         ("stop", ("a",) * 16),
+        ("stop_token_ids", tuple(range(256))),
+        ("bad_words", ("a",) * 128),
+        ("logit_bias", dict.fromkeys(range(1024), 1.0)),
     ],
 )
 def test_a_value_at_the_edge_is_accepted(field: str, value: object) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value  # type: ignore[arg-type]
+
+
+def test_a_list_that_is_too_long_is_not_repeated_in_the_message() -> None:
+    with pytest.raises(InvalidRequestError, match="bad_words has 100000 entries, at most 128"):
+        SamplingParams(bad_words=["word"] * 100_000)
 
 
 def test_one_stop_string_becomes_a_tuple() -> None:

@@ -4,8 +4,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.modeling.sampler import Sampler, token_logprobs
+from mini_infer.core.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKENS_PER_BAD_WORD,
+    SamplingParams,
+)
+from mini_infer.modeling.sampler import Sampler
 from mini_infer.modeling.sampling_state import SamplingState, Stage, stages_of
 from tests.modeling.sampler_oracle import CPU, admit, run, sample, sample_many
 
@@ -182,6 +188,38 @@ class TestMasks:
         logits = torch.tensor([[9.0, 8.0, 7.0, 6.0]]).expand(2, -1)
         assert run(logits, [one, two], state).token_ids.tolist() == [1, 2]
 
+    def test_tables_grow_by_doubling_up_to_the_bounds_of_the_parameters(self) -> None:
+        state = SamplingState(4, 1000, CPU)
+        widths, depths = set(), set()
+        for num_words in range(1, 2 * MAX_BAD_WORDS + 1, 5):
+            word = (7,) * (1 + num_words % MAX_TOKENS_PER_BAD_WORD)
+            words = tuple((*word[1:], last) for last in range(num_words))
+            bias = dict.fromkeys(range(num_words), 1.0)
+            state.admit(admit(0, greedy(logit_bias=bias), bad_words_token_ids=words))
+            widths |= {state.ban_ids.shape[1], state.bias_ids.shape[1]}
+            depths.add(state.ban_prefixes.shape[2])
+        assert widths == {1, 8, 16, 32, 64, 128, 256}
+        assert max(depths) == MAX_TOKENS_PER_BAD_WORD
+        assert all(depth.bit_count() <= 1 for depth in depths)
+
+    def test_what_the_largest_requests_leave_behind_is_bounded(self) -> None:
+        num_slots = 256
+        state = SamplingState(num_slots, 32000, CPU)
+        params = greedy(
+            logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0),
+            stop_token_ids=range(MAX_STOP_TOKEN_IDS),
+            min_tokens=1,
+        )
+        words = tuple(
+            (*range(MAX_TOKENS_PER_BAD_WORD - 1), last) for last in range(2 * MAX_BAD_WORDS)
+        )
+        stops = tuple(params.stop_token_ids)
+        state.admit(admit(0, params, stop_token_ids=stops, bad_words_token_ids=words))
+        bias = state.bias_ids.nbytes + state.bias_values.nbytes
+        bans = state.ban_ids.nbytes + state.ban_until.nbytes + state.ban_prefixes.nbytes
+        assert bias <= 3 * 2**20
+        assert bans <= 20 * 2**20
+
     def test_allowed_tokens(self) -> None:
         params = SamplingParams(allowed_token_ids=[1, 4])
         assert sample_many([9.0, 0.0, 9.0, 9.0, 0.0], params, 300).unique().tolist() == [1, 4]
@@ -235,57 +273,6 @@ class TestPenalties:
 
     def test_negative_penalties_encourage(self) -> None:
         assert self.pick([1.0, 0.0], (0, 1), 1, presence_penalty=-2.0) == 1
-
-
-class TestLogprobs:
-    LOGITS = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 3
-
-    def test_are_those_of_the_raw_logits(self) -> None:
-        params = SamplingParams(
-            temperature=0.3, logprobs=4, logit_bias={7: 50}, repetition_penalty=1.5
-        )
-        result = sample(self.LOGITS, [admit(slot, params, (7, 8)) for slot in range(3)])
-        expected = self.LOGITS.log_softmax(-1)
-        top = expected.topk(4)
-        assert result.logprobs is not None
-        assert result.token_ids.tolist() == [7, 7, 7]
-        torch.testing.assert_close(result.logprobs.logprobs, expected[:, 7])
-        assert torch.equal(result.logprobs.top_token_ids, top.indices)
-        torch.testing.assert_close(result.logprobs.top_logprobs, top.values)
-        order = expected.argsort(descending=True)
-        assert result.logprobs.ranks.tolist() == [row.tolist().index(7) + 1 for row in order]
-
-    def test_only_rows_that_ask(self) -> None:
-        rows = [admit(0, greedy()), admit(1, greedy(logprobs=2)), admit(2, greedy(logprobs=0))]
-        result = sample(self.LOGITS, rows).logprobs
-        assert result is not None
-        assert result.top_token_ids.shape == (3, 2)
-        assert result.ranks.tolist() == [0, 1, 1]
-        assert sample(self.LOGITS[:1], rows[:1]).logprobs is None
-
-    def test_zero_asks_for_the_sampled_token_alone(self) -> None:
-        result = sample(self.LOGITS[:1], [admit(0, greedy(logprobs=0))]).logprobs
-        assert result is not None
-        assert result.top_token_ids.shape == (1, 0)
-        torch.testing.assert_close(result.logprobs, self.LOGITS[:1].log_softmax(-1).amax(-1))
-
-    def test_more_than_the_vocabulary(self) -> None:
-        result = sample(torch.tensor([[1.0, 2.0]]), [admit(0, greedy(logprobs=5))]).logprobs
-        assert result is not None
-        assert result.top_token_ids.tolist() == [[1, 0]]
-
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_of_a_prompt(self, dtype: torch.dtype) -> None:
-        targets = torch.tensor([5, 0, 39], dtype=dtype)
-        result = token_logprobs(self.LOGITS, targets, 3)
-        expected = self.LOGITS.log_softmax(-1)
-        torch.testing.assert_close(result.logprobs, expected[range(3), targets.long()])
-        assert torch.equal(result.top_token_ids, expected.topk(3).indices)
-
-    def test_equal_tokens_share_a_rank_and_list_by_id(self) -> None:
-        result = token_logprobs(torch.zeros(1, 6), torch.tensor([4]), 3)
-        assert result.ranks.tolist() == [1]
-        assert result.top_token_ids.tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

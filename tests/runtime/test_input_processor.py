@@ -245,3 +245,33 @@ def test_bad_words_with_and_without_a_leading_space() -> None:
 def test_a_bad_word_of_spaces_only() -> None:
     [request] = processor().process("r", [1], SamplingParams(bad_words=["  "])).requests
     assert request.bad_words_token_ids == (tuple(b"  "), tuple(b" "))
+
+
+@pytest.mark.parametrize(("spaces", "length"), [("", 17), ("", 16), (" ", 10_000)])
+def test_a_bad_word_of_too_many_tokens(spaces: str, length: int) -> None:
+    """A letter is a token here; the second spelling has a space more than the first."""
+    params = SamplingParams(bad_words=["fine", spaces + "x" * length])
+    with pytest.raises(InvalidRequestError, match=r"bad_words.*at most 16 tokens") as caught:
+        processor().process("r", [1], params)
+    assert caught.value.param == "bad_words"
+    assert len(str(caught.value)) < 300
+
+
+def test_a_bad_word_of_as_many_tokens_as_allowed() -> None:
+    [request] = processor().process("r", [1], SamplingParams(bad_words=["x" * 15])).requests
+    assert list(map(len, request.bad_words_token_ids)) == [15, 16]
+
+
+def test_a_huge_bad_word_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ByteTokenizer, "encode")
+    params = SamplingParams(bad_words=["x" * (16 * ByteTokenizer.max_chars_per_token + 1)])
+    with pytest.raises(InvalidRequestError, match="characters"):
+        processor().process("r", [1], params)
+
+
+def test_more_allowed_tokens_than_there_are() -> None:
+    everything = SamplingParams(allowed_token_ids=range(VOCAB_SIZE))
+    assert processor().process("r", [1], everything).requests
+    with pytest.raises(InvalidRequestError, match="more than the vocabulary's") as caught:
+        processor().process("r", [1], SamplingParams(allowed_token_ids=[1] * (VOCAB_SIZE + 1)))
+    assert caught.value.param == "allowed_token_ids"
