@@ -98,6 +98,9 @@ class KVCacheManager:
         With a ``prefix`` (at admission only) its blocks become the head of the request's table.
         Returns the newly taken blocks, in order, or None and no change when too few are left.
         """
+        table = self._tables.get(request.request_id)
+        if table and request.num_computed_tokens + num_new_tokens <= len(table) * self.block_size:
+            return []  # most decodes
         if self.blocks_needed(request, num_new_tokens, prefix) > self._pool.num_available:
             return None
         table = self._tables.setdefault(request.request_id, [])

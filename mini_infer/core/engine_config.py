@@ -5,7 +5,6 @@ is built, by ``mini_infer.runtime.resolve.resolve_engine_config``.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from mini_infer.core.errors import InvalidConfigError
@@ -45,8 +44,6 @@ class EngineConfig:
     model: str = option(
         DEFAULT_MODEL, "Folder in Hugging Face format, .gguf file, hub id, or alias."
     )
-    model_path: Path | None = field(default=None)
-    """Where the model was found; None in a dry run."""
     model_config: ModelConfig
     served_model_name: str = option(AUTO, "Name of the model in the API; by default --model's.")
     load_format: LoadFormat = option(
@@ -119,6 +116,14 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) to max_model_len "
                 f"({self.max_model_len}) or lower max_model_len"
             )
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens of one step. Without chunked prefill decodes come on top of the budget, or a
+        whole prompt could wait for ever beside them."""
+        return self.max_num_batched_tokens + (
+            0 if self.enable_chunked_prefill else self.max_num_seqs
+        )
 
     @property
     def max_blocks_per_request(self) -> int:

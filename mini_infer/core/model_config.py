@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mini_infer.core.errors import UnsupportedModelError
+from mini_infer.core.kv_layout import KVLayout
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -78,6 +79,23 @@ class ModelConfig:
             raise UnsupportedModelError(f"config.json lacks {error.args[0]!r}") from None
         except (TypeError, ValueError) as error:
             raise UnsupportedModelError(f"config.json is malformed: {error}") from None
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence: where rotary scaling stretches the trained length, that many times.
+
+        Llama 3's configs give the stretched length as ``max_position_embeddings``.
+        """
+        rope = self.rope
+        if rope.rope_type in ("default", "llama3"):
+            return self.max_position_embeddings
+        trained = rope.original_max_position_embeddings or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(trained * rope.factor))
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What a token leaves in each layer's cache."""
+        return KVLayout(self.num_kv_heads, self.head_dim)
 
     def layer_sliding_window(self, layer: int) -> int | None:
         """The attention window of one layer in tokens, None for full attention."""

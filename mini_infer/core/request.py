@@ -47,6 +47,7 @@ class Request:
     """Lower runs first under the ``priority`` policy."""
     cache_salt: str = ""
 
+    stop_token_ids: frozenset[int] = field(init=False)
     state: RequestState = RequestState.WAITING
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
@@ -65,6 +66,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.stop_token_ids = frozenset(self.params.stop_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mini_infer.core.kv_layout import KVLayout
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.layers import Embedding, KVCache, Linear, RMSNorm
@@ -31,7 +30,7 @@ class CausalLM(nn.Module, ABC):
         """``max_model_len`` bounds the positions; by default the config's own limit."""
         super().__init__()
         self.config = config
-        self.kv_layout = KVLayout(config.num_kv_heads, config.head_dim)
+        self.kv_layout = config.kv_layout
         self.rotary = RotaryEmbedding(config, max_model_len or config.max_position_embeddings)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(

@@ -11,9 +11,8 @@ from mini_infer.core.kv_layout import KVLayout
 
 def bytes_per_block(config: EngineConfig, layout: KVLayout, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    values = layout.num_kv_heads * layout.head_dim * (2 if layout.has_values else 1)
     tokens = config.block_size * config.model_config.num_layers
-    return values * tokens * dtype.itemsize
+    return tokens * layout.bytes_per_token(dtype.itemsize)
 
 
 def num_blocks_that_fit(config: EngineConfig, layout: KVLayout, dtype: torch.dtype) -> int:

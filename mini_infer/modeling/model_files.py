@@ -15,6 +15,7 @@ from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.hub import fetch_hub_model
 from mini_infer.modeling.model_cache import CACHE_FORMAT, cache_folder
 from mini_infer.modeling.packaged import ALIASES, pull_alias
+from mini_infer.modeling.registry import check_supported
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -67,8 +68,11 @@ def load_model_config(files: ModelFiles) -> ModelConfig:
         UnsupportedModelError: a file that is no JSON object, or asks for what isn't implemented.
     """
     generation_config = files.folder / "generation_config.json"
+    config = read_json(files.folder / "config.json")
+    for architecture in config.get("architectures") or ():
+        check_supported(str(architecture))
     return ModelConfig.from_dict(
-        read_json(files.folder / "config.json"),
+        config,
         read_json(generation_config) if generation_config.exists() else None,
     )
 

@@ -191,7 +191,7 @@ class AsyncEngine:
         finally:
             for request_id in consumer.unfinished:
                 del self._consumers[request_id]
-                self._inbox.put(partial(self._engine.abort, request_id))
+                self._inbox.put(partial(self._engine.abort, request_id, silently=True))
 
     def shutdown(self) -> None:
         """Ends every request with ``EngineDeadError``, the thread and the engine. Idempotent."""

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
@@ -52,6 +52,7 @@ class LLMEngine:
         self._output_processor = OutputProcessor(tokenizer, self.events)
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self._pending_deltas: list[RequestDelta] = []
+        self._submit_failed = False
 
     @classmethod
     def from_options(cls, **options: Any) -> "LLMEngine":
@@ -86,7 +87,9 @@ class LLMEngine:
     def add(self, processed: ProcessedRequest) -> None:
         """Queues a request that ``input_processor.process`` made, on whatever thread."""
         request_id = processed.request_id
-        if self._output_processor.unfinished_choices(request_id):
+        if self._output_processor.unfinished_choices(request_id) or any(
+            request.request_id in self.scheduler for request in processed.requests
+        ):
             raise InvalidRequestError(f"request id {request_id!r} is in use", "request_id")
         self._output_processor.add(processed)
         try:
@@ -96,12 +99,15 @@ class LLMEngine:
             self._drop(request_id)
             raise
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, silently: bool = False) -> None:
         """Ends a request with all its choices and frees their blocks at once.
 
-        Its last deltas come with the next ``step``. An unknown or finished id is no error.
+        Its last deltas come with the next ``step``, unless ``silently``: for a caller that is gone,
+        whose id may be in use again by then. An unknown or finished id is no error.
         """
-        self._pending_deltas += self._drop(request_id)
+        deltas = self._drop(request_id)
+        if not silently:
+            self._pending_deltas += deltas
 
     def has_unfinished(self) -> bool:
         """True while ``step`` has something to do or to hand out."""
@@ -113,7 +119,7 @@ class LLMEngine:
         A step that raises ends the requests that it held, with finish reason ``error``; all others
         go on.
         """
-        while len(self._in_flight) < self.config.depth:
+        while len(self._in_flight) < self.config.depth and not self._submit_failed:
             batch = self.scheduler.schedule()
             if batch is None:
                 break
@@ -121,6 +127,8 @@ class LLMEngine:
         deltas, self._pending_deltas = self._pending_deltas, []
         if self._in_flight:
             batch, handle = self._in_flight.popleft()
+            if not self._in_flight:
+                self._submit_failed = False
             deltas += self._take_in(batch, handle)
         return deltas
 
@@ -136,6 +144,8 @@ class LLMEngine:
         try:
             return self._executor.submit(batch)
         except Exception as error:
+            # Its admissions may not have reached the device, so no step may build on it.
+            self._submit_failed = True
             return _FailedStep(error)
 
     def _take_in(self, batch: ScheduledBatch, handle: StepHandle) -> list[RequestDelta]:
@@ -163,5 +173,5 @@ class _FailedStep:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def result(self) -> Any:
+    def result(self) -> NoReturn:
         raise self._error

@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -44,7 +45,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int = 0,
@@ -52,21 +53,23 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts (texts or token ids), batched, and returns outputs in their order.
 
-        ``params`` is one for all prompts or one for each.
+        ``sampling_params`` is one for all prompts or one for each.
 
         Raises:
             InvalidRequestError: a prompt or parameter can't be served; nothing is generated then.
             StepError: the model raised.
         """
         return self._finish(
-            self._process(_as_list(prompts), params, priority=priority, cache_salt=cache_salt),
+            self._process(
+                _as_list(prompts), sampling_params, priority=priority, cache_salt=cache_salt
+            ),
             use_tqdm,
         )
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
@@ -77,25 +80,25 @@ class LLM:
             self._chat_prompt(conversation, add_generation_prompt, chat_template_kwargs or {})
             for conversation in _as_conversations(messages)
         ]
-        processed = self._process(prompts, params, add_special_tokens=False)
+        processed = self._process(prompts, sampling_params, add_special_tokens=False)
         return self._finish(processed, use_tqdm)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestDelta, None, None]:
         """Completes one prompt, yielding each piece of text as it comes.
 
         Several streams may be open at once; they share the batch. Closing one aborts its request.
         """
-        (processed,) = self._process([prompt], params)
+        (processed,) = self._process([prompt], sampling_params)
         return self._stream(processed)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[RequestDelta, None, None]:
         """Answers one conversation, yielding each piece of text as it comes."""
         prompt = self._chat_prompt(messages, True, {})
-        (processed,) = self._process([prompt], params, add_special_tokens=False)
+        (processed,) = self._process([prompt], sampling_params, add_special_tokens=False)
         return self._stream(processed)
 
     def shutdown(self) -> None:
@@ -111,12 +114,14 @@ class LLM:
     def _process(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         **options: Any,
     ) -> list[ProcessedRequest]:
         return [
             self.engine.input_processor.process(self._next_id(), prompt, each, **options)
-            for prompt, each in zip(prompts, _one_for_each(params, len(prompts)), strict=True)
+            for prompt, each in zip(
+                prompts, _one_for_each(sampling_params, len(prompts)), strict=True
+            )
         ]
 
     def _finish(self, processed: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -170,7 +175,7 @@ class LLM:
 
     def _close(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)
-        self.engine.abort(request_id)
+        self.engine.abort(request_id, silently=True)
 
     def _pump(self) -> set[str]:
         """Runs one step and sorts its deltas into the open inboxes; returns whose have news."""
@@ -185,7 +190,7 @@ class LLM:
         self, messages: Sequence[Message], add_generation_prompt: bool, kwargs: Mapping[str, Any]
     ) -> str:
         return self.engine.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            messages,
             add_generation_prompt=add_generation_prompt,
             **kwargs,
         )
@@ -195,31 +200,39 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Several prompts, also where one text or one list (or array) of token ids was given."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    try:
+        items = list(prompts)
+    except TypeError:
+        raise InvalidRequestError(
+            f"prompts must be a text, token ids, or a list of either, got {prompts!r}", "prompt"
+        ) from None
+    if items and isinstance(items[0], Integral):
         return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+    return cast("list[Prompt]", items)
 
 
 def _as_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> Sequence[Sequence[Message]]:
-    if not messages:
-        raise InvalidRequestError("messages is empty", "messages")
-    if isinstance(messages[0], Mapping):
-        return [cast("Sequence[Message]", messages)]
-    return cast("Sequence[Sequence[Message]]", messages)
+    """Several conversations, also where one was given; what is neither, the template refuses."""
+    if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
+        return cast("Sequence[Sequence[Message]]", messages)
+    return [cast("Sequence[Message]", messages)]
 
 
 def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequestError(f"{len(params)} SamplingParams for {count} prompts", "params")
-    return list(params)
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    if len(sampling_params) != count:
+        raise InvalidRequestError(
+            f"{len(sampling_params)} SamplingParams for {count} prompts", "sampling_params"
+        )
+    return list(sampling_params)
 
 
 def _raise_on_error(delta: RequestDelta) -> None:

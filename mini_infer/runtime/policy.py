@@ -71,7 +71,7 @@ def load_policy(name: str) -> SchedulingPolicy:
         )
     try:
         policy: Any = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # it is the user's code, and may raise anything
         raise InvalidConfigError(f"scheduling_policy {name!r} can't be loaded: {error}") from error
     missing = [
         method

@@ -12,7 +12,7 @@ class RequestQueues:
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._heaps: dict[RequestState, list[tuple[tuple[int, ...], Request]]] = {
+        self._heaps: dict[RequestState, list[tuple[tuple[int, ...], int, Request]]] = {
             RequestState.WAITING: [],
             RequestState.PREEMPTED: [],
         }
@@ -48,7 +48,7 @@ class RequestQueues:
         self._counts[request.state] -= 1
         if request.state in self._inside:
             del self._inside[request.state][request.request_id]
-        elif self._heaps[request.state][0][1] is request:
+        elif self._heaps[request.state][0][-1] is request:
             heapq.heappop(self._heaps[request.state])
         self._insert(request, state)
 
@@ -60,19 +60,19 @@ class RequestQueues:
         if state in self._inside:
             self._inside[state][request.request_id] = request
         else:
-            heapq.heappush(self._heaps[state], (self._policy.key(request), request))
+            heapq.heappush(
+                self._heaps[state], (self._policy.key(request), request.arrival, request)
+            )
 
     def running(self, state: RequestState) -> list[Request]:
         """Prefilling or decoding requests in the policy's order."""
         return sorted(self._inside[state].values(), key=self._policy.key)
 
     def next_outside(self) -> Request | None:
-        """The first of the preempted and waiting requests; preempted ones win a tie."""
+        """The first of the preempted and waiting requests."""
         heads = []
-        for rank, state in enumerate((RequestState.PREEMPTED, RequestState.WAITING)):
-            heap = self._heaps[state]
-            while heap and heap[0][1].state is not state:  # aborted while it waited
+        for state, heap in self._heaps.items():
+            while heap and heap[0][-1].state is not state:  # aborted while it waited
                 heapq.heappop(heap)
-            if heap:
-                heads.append((heap[0][0], rank, heap[0][1]))
-        return min(heads)[2] if heads else None
+            heads += heap[:1]
+        return min(heads)[-1] if heads else None

@@ -4,6 +4,7 @@ torch is imported only when a real model is asked for.
 """
 
 import difflib
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from mini_infer.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mini_infer.modeling.model_files import ModelFiles
+
+logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = {"cpu": 128, "cuda": 8192}
 """Default token budget of a step. Larger chunks use a processor no better, smaller ones let running
@@ -43,6 +46,7 @@ def resolve_engine(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor, 
     if given["dry_run"]:
         return _dry_run_engine(given)
     from mini_infer.modeling.model_files import load_model_config, locate_model
+    from mini_infer.runtime.byte_tokenizer import ByteTokenizer
     from mini_infer.runtime.tokenizer import HFTokenizer
 
     files = locate_model(given["model"])
@@ -50,7 +54,11 @@ def resolve_engine(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor, 
     from mini_infer.runtime.local_executor import LocalExecutor  # torch: only once there is a model
 
     config = _resolve(given, model_config, files)
-    return config, LocalExecutor(config, files), HFTokenizer.from_folder(files.folder)
+    if config.load_format == "dummy" and not (files.folder / "tokenizer.json").exists():
+        tokenizer: Tokenizer = ByteTokenizer()  # random weights need no words
+    else:
+        tokenizer = HFTokenizer.from_folder(files.folder)
+    return config, LocalExecutor(config, files), tokenizer
 
 
 def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +139,7 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
     elif given["device"] == "cuda" and not has_gpu:
         raise InvalidConfigError("device 'cuda' was asked for, but torch sees no GPU")
     if given["dtype"] == AUTO:
-        given["dtype"] = "float16" if given["device"] == "cpu" else "bfloat16"
+        given["dtype"] = _fastest_dtype(given["device"], model_config)
     if given["load_format"] == AUTO:
         given["load_format"] = "gguf" if files.weights.suffix == ".gguf" else "safetensors"
     if given["attention_backend"] == AUTO:
@@ -139,11 +147,27 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
     _resolve_lengths(given, model_config)
     if given["kv_cache_memory"] == AUTO:
         given["kv_cache_memory"] = _default_kv_memory(given, model_config)
-    return EngineConfig(model_config=model_config, model_path=files.folder, **given)
+    config = EngineConfig(model_config=model_config, **given)
+    logger.info(
+        "%s: weights %s on %s, context %d, %d tokens a step, depth %d",
+        *(config.model, config.dtype, config.device, config.max_model_len),
+        *(config.max_num_batched_tokens, config.depth),
+    )
+    return config
+
+
+def _fastest_dtype(device: str, model_config: ModelConfig) -> str:
+    """By rule, measured in docs/performance-notes.md: the fewest bytes that products read quickly
+    and that do not change the text."""
+    if device == "cuda":
+        return model_config.dtype if model_config.dtype in ("float16", "bfloat16") else "bfloat16"
+    from mini_infer.kernels.cpu_linear import has_float16_products
+
+    return "float16" if has_float16_products() else "float32"
 
 
 def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:
-    limit = model_config.max_position_embeddings
+    limit = model_config.max_context
     if given["served_model_name"] == AUTO:
         given["served_model_name"] = given["model"]
     if given["max_model_len"] == AUTO:
@@ -165,9 +189,10 @@ def _default_kv_memory(given: Mapping[str, Any], model_config: ModelConfig) -> i
     """A quarter of the free memory, at most 4 GiB, and no more than all slots could ever fill."""
     import psutil
 
-    bytes_per_token = (
-        2 * model_config.num_kv_heads * model_config.head_dim * model_config.num_layers
-    ) * (4 if given["device"] == "cpu" else 2)
+    wide = given["dtype"] == "float32" or (given["device"] == "cpu" and given["dtype"] == "float16")
+    bytes_per_token = model_config.num_layers * model_config.kv_layout.bytes_per_token(
+        4 if wide else 2
+    )
     block: int = given["block_size"]
     longest = -(-given["max_model_len"] // block) * block
     demand: int = given["max_num_seqs"] * longest * bytes_per_token

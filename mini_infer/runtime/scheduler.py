@@ -36,8 +36,6 @@ class _Plan:
     chunks: list[Chunk] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
-    starved: bool = False
-    """A running request got no block, so nobody new is let in."""
     held_back: set[str] = field(default_factory=set)
     """In flight, so not to be preempted now; left out of this step, to be preempted next time."""
 
@@ -112,6 +110,9 @@ class Scheduler:
         if request is not None:
             self._finish(request, reason, stop_reason)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
@@ -175,9 +176,7 @@ class Scheduler:
             if num_new_tokens == 0:
                 continue
             new_blocks = self._allocate_or_preempt(plan, request, num_new_tokens)
-            if new_blocks is None:
-                plan.starved = True
-            else:
+            if new_blocks is not None:
                 self._append_chunk(plan, request, num_new_tokens, new_blocks)
 
     def _chunk_size(self, plan: _Plan, request: Request) -> int:
@@ -205,8 +204,12 @@ class Scheduler:
         """Lets the first who waits take the place of running requests, where the policy says so."""
         while (request := self._queues.next_outside()) is not None:
             candidates = [c for c in self._unplanned(plan) if self.policy.may_displace(request, c)]
-            if not candidates or self._has_room(request, self.cache.match_prefix(request)):
+            prefix = self.cache.match_prefix(request)
+            if not candidates or self._has_room(request, prefix):
                 return
+            reclaimable = sum(len(self.cache.block_table(c)) for c in candidates)
+            if self._blocks_lacking(request, prefix) > reclaimable:
+                return  # it could not enter even then
             if not self._take_place(plan, candidates):
                 return
 
@@ -239,7 +242,7 @@ class Scheduler:
         self._queues.move(request, RequestState.PREEMPTED)
 
     def _admit_from_outside(self, plan: _Plan) -> None:
-        while not plan.starved and plan.budget > 0:
+        while plan.budget > 0:
             request = self._queues.next_outside()
             if request is None:
                 return
@@ -254,14 +257,17 @@ class Scheduler:
             self._admit(plan, request, prefix, num_new_tokens)
 
     def _has_room(self, request: Request, prefix: PrefixMatch) -> bool:
-        """A free slot, and blocks for the whole prompt beside those promised to other prompts."""
+        return bool(self._free_slots) and self._blocks_lacking(request, prefix) <= 0
+
+    def _blocks_lacking(self, request: Request, prefix: PrefixMatch) -> int:
+        """Blocks missing for the whole prompt beside those promised to other prompts."""
         remaining = request.num_tokens - prefix.num_tokens
         needed = self.cache.blocks_needed(request, remaining, prefix)
         promised = sum(
             self.cache.blocks_needed(other, other.num_tokens - other.num_computed_tokens)
             for other in self._queues.running(RequestState.PREFILLING)
         )
-        return bool(self._free_slots) and needed + promised <= self.cache.num_available_blocks
+        return needed + promised - self.cache.num_available_blocks
 
     def _admit(
         self, plan: _Plan, request: Request, prefix: PrefixMatch, num_new_tokens: int
@@ -286,9 +292,7 @@ class Scheduler:
                 num_prompt_tokens=request.num_prompt_tokens,
                 params=request.params,
                 seed=request.seed,
-                stop_token_ids=tuple(
-                    sorted(request.eos_token_ids | set(request.params.stop_token_ids))
-                ),
+                stop_token_ids=tuple(sorted(request.eos_token_ids | request.stop_token_ids)),
                 bad_words_token_ids=request.bad_words_token_ids,
                 block_ids=prefix.block_ids,
             )

@@ -49,7 +49,7 @@ def apply_chunk_result(
 def _check_stop(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
     params = request.params
     if request.num_output_tokens >= params.min_tokens:
-        if token_id in params.stop_token_ids:
+        if token_id in request.stop_token_ids:
             return "stop", token_id
         if token_id in request.eos_token_ids and not params.ignore_eos:
             return "stop", None

@@ -150,7 +150,8 @@ def test_a_truncated_gguf(tmp_path: Path) -> None:
         (b"[1]", "holds a JSON list, not an object"),
         (b"\xff\xfe", "is not valid JSON"),
         (b"{}", "names no 'architectures'"),
-        (b'{"architectures": ["X"]}', "lacks 'num_attention_heads'"),
+        (b'{"architectures": ["X"]}', "supported are: LlamaForCausalLM"),
+        (b'{"architectures": ["LlamaForCausalLM"]}', "lacks 'num_attention_heads'"),
     ],
 )
 def test_a_broken_config(folder: Path, content: bytes, message: str) -> None:

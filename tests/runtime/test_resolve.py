@@ -29,7 +29,6 @@ def test_defaults_on_a_cpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -
     config = resolved(tiny_folder)
     assert (config.device, config.dtype, config.load_format) == ("cpu", "float16", "safetensors")
     assert config.model == config.served_model_name == str(tiny_folder)
-    assert config.model_path == tiny_folder
     assert config.max_model_len == config.model_config.max_position_embeddings == 128
     assert config.max_num_batched_tokens == CHUNK_TOKENS["cpu"]
     assert config.depth == 1
