@@ -8,7 +8,6 @@ from mini_infer.kernels import sampling
 from mini_infer.modeling.sampler import token_logprobs
 from tests.modeling.sampler_oracle import admit, sample
 
-
 LOGITS = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 3
 
 
