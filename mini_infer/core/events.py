@@ -30,10 +30,15 @@ class Queued(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class Admitted(RequestEvent):
-    """First admission; ``num_cached_tokens`` is the length of the prefix-cache hit."""
+    """First admission; ``num_cached_tokens`` is the length of the prefix-cache hit.
+
+    ``num_queried_tokens`` is how much of the prompt was looked up: all, or nothing where the cache
+    is off or the request needs every position's logits.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_queried_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,17 @@ class Finished(RequestEvent):
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(RequestEvent):
+    """A choice's answer is complete; ``reason`` is the one that its caller is told.
+
+    It differs from that of ``Finished`` when the last token that was allowed completes a stop
+    string, which only the text shows: "stop" here, "length" there.
+    """
+
+    reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mini_infer.core.events import (
+    Answered,
     ChunkScheduled,
     Event,
     EventStream,
@@ -201,6 +202,7 @@ class OutputProcessor:
         choice.completion.finish_reason = finish_reason
         choice.completion.stop_reason = stop_reason
         del self._choices[child_id]
+        self._events.emit(Answered(self._events.now(), child_id, finish_reason))
         parent = choice.parent
         parent.num_unfinished -= 1
         if parent.num_unfinished:

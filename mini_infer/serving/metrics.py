@@ -14,6 +14,7 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.events import (
     Admitted,
+    Answered,
     Event,
     Finished,
     Preempted,
@@ -95,7 +96,8 @@ class EngineMetrics:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._progress: dict[str, _Progress] = {}
-        self._finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._unanswered: set[str] = set()
+        self._answered = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._num_running = 0
         self._num_waiting = 0
@@ -120,6 +122,9 @@ class EngineMetrics:
 
     def observe(self, event: Event) -> None:
         """Takes in one event. Of requests that were queued before it subscribed it ignores all."""
+        if isinstance(event, Answered):
+            self._on_answered(event)  # before or after its Finished
+            return
         if (
             isinstance(event, RequestEvent)
             and event.request_id not in self._progress
@@ -134,6 +139,7 @@ class EngineMetrics:
                 self._histograms["iteration_tokens_total"].observe(event.num_tokens)
             case Queued():
                 self._progress[event.request_id] = _Progress(event.time)
+                self._unanswered.add(event.request_id)
                 self._num_waiting += 1
             case Admitted():
                 self._on_admitted(event)
@@ -149,7 +155,7 @@ class EngineMetrics:
         progress = self._progress[event.request_id]
         self._set_running(progress, True)
         self._counters["prompt_tokens"] += event.num_prompt_tokens
-        self._counters["prefix_cache_queries"] += event.num_prompt_tokens
+        self._counters["prefix_cache_queries"] += event.num_queried_tokens
         self._counters["prefix_cache_hits"] += event.num_cached_tokens
         self._histograms["request_queue_time_seconds"].observe(event.time - progress.queued)
 
@@ -164,6 +170,11 @@ class EngineMetrics:
             self._histograms["inter_token_latency_seconds"].observe(gap)
         progress.last_token = event.time
 
+    def _on_answered(self, event: Answered) -> None:
+        if event.request_id in self._unanswered:  # else it was refused, and never queued
+            self._unanswered.remove(event.request_id)
+            self._answered[event.reason] += 1
+
     def _on_finished(self, event: Finished) -> None:
         progress = self._progress.pop(event.request_id)
         self._set_running(progress, False)
@@ -171,7 +182,6 @@ class EngineMetrics:
         if not self._progress:
             # No step follows the last request's end, so none would tell.
             self._kv_usage = 0.0
-        self._finished[event.reason] += 1
         latency = event.time - progress.queued
         self._histograms["e2e_request_latency_seconds"].observe(latency)
         self._histograms["request_prompt_tokens"].observe(event.num_prompt_tokens)
@@ -223,10 +233,10 @@ class EngineMetrics:
             yield counter
         finished = CounterMetricFamily(
             PREFIX + "request_success",
-            "Requests that ended, by reason; each of n choices is one.",
+            "Requests that were answered, by the reason told; each of n choices is one.",
             labels=[*names, "finished_reason"],
         )
-        for reason, count in self._finished.items():
+        for reason, count in self._answered.items():
             finished.add_metric([*values, reason], count)
         yield finished
         for name, histogram in self._histograms.items():

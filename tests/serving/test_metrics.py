@@ -1,12 +1,14 @@
 """/metrics: what the event stream told, under vLLM's names."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.core.events import (
     Admitted,
+    Answered,
     Finished,
     Preempted,
     Queued,
@@ -88,7 +90,6 @@ def test_gauges_follow_a_request_through_its_queues(metrics: EngineMetrics) -> N
     assert seen == [(1, 0), (0, 1), (1, 0), (0, 1), (0, 0), (1, 0), (0, 0)]
     values = read(metrics.render().decode())
     assert values["vllm:num_preemptions_total"] == 1
-    assert values["vllm:request_success_total/abort"] == 1
 
 
 def test_times_are_those_of_the_events(metrics: EngineMetrics) -> None:
@@ -123,11 +124,66 @@ def test_a_request_from_before_it_subscribed_is_ignored(metrics: EngineMetrics) 
         Preempted(1.0, "old", 10),
         Resumed(1.0, "old", 0),
         Finished(1.0, "old", "stop", 10, 1),
+        Answered(1.0, "old", "stop"),
     ):
         metrics.observe(event)
     values = read(metrics.render().decode())
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
     assert values["vllm:request_success_total/stop"] == 0
+
+
+def success(server: LiveServer) -> dict[str, float]:
+    values = read(server.client.get("/metrics").text)
+    prefix = "vllm:request_success_total/"
+    return {key.removeprefix(prefix): n for key, n in values.items() if n and prefix in key}
+
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [12, 20], ids=["at the last token", "before it"])
+def test_a_stop_string_counts_as_the_answer_says(length: int, depth: int) -> None:
+    with live_server(depth=depth) as server:
+        whole = server.complete(**GREEDY).json()["choices"][0]["text"]
+        [choice] = server.complete(**GREEDY | {"stop": whole[-2:], "max_tokens": length}).json()[
+            "choices"
+        ]
+        assert choice["finish_reason"] == "stop"
+        server.wait_until_idle()
+        assert success(server) == {"length": 1, "stop": 1}
+
+
+def test_success_counts_each_choice_and_no_refused_request(fresh_server: LiveServer) -> None:
+    fresh_server.complete(n=3, **GREEDY)
+    assert fresh_server.complete(max_tokens=100_000).status_code == 400
+    fresh_server.wait_until_idle()
+    assert success(fresh_server) == {"length": 3}
+
+
+def test_a_request_that_the_scheduler_refuses_is_no_success(metrics: EngineMetrics) -> None:
+    metrics.observe(Answered(1.0, "a", "abort"))
+    assert read(metrics.render().decode())["vllm:request_success_total/abort"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "looked_up"),
+    [
+        ({}, {}, True),
+        ({"enable_prefix_caching": False}, {}, False),
+        ({}, {"prompt_logprobs": 0}, False),
+    ],
+    ids=["on", "off", "needs every logit"],
+)
+def test_prefix_cache_queries_count_look_ups_only(
+    options: dict[str, Any], fields: dict[str, Any], looked_up: bool
+) -> None:
+    with live_server(**options) as server:
+        server.complete("Hello", max_tokens=1, **fields)
+        server.wait_until_idle()
+        values = read(server.client.get("/metrics").text)
+    assert values["vllm:prompt_tokens_total"] == 5
+    assert values["vllm:prefix_cache_queries_total"] == (5 if looked_up else 0)
 
 
 def test_histogram_bounds_are_inclusive() -> None:
