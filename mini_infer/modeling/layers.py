@@ -1,6 +1,6 @@
 """The layers that architectures share. Weights are allocated uninitialised: a loader fills them.
 
-Letters in shapes: T tokens of the step, H query heads, Hkv key-value heads, D head size.
+Letters in shapes: T tokens of the step, Hkv key-value heads, D head size.
 """
 
 from typing import Any
@@ -138,24 +138,6 @@ class GatedMLP(Layer):
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
         return hidden
-
-
-class PagedAttention(Layer):
-    """Causal attention of a step's queries over the paged cache, after the step's keys join it."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.scale = config.head_dim**-0.5
-        self.sliding_window = config.layer_sliding_window(layer)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata
-    ) -> Tensor:
-        """``q [T, H, D]``, ``k, v [T, Hkv, D]`` -> ``[T, H * D]``."""
-        k_cache, v_cache = cache
-        ops.write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
-        out = ops.paged_attention(q, k_cache, v_cache, meta, self.scale, self.sliding_window)
-        return out.flatten(1)
 
 
 class DecoderLayer(Layer):

@@ -1,47 +1,16 @@
 """Llama (arXiv 2302.13971, 2407.21783): SmolLM2, Llama 2 and 3, and Mistral (2310.06825)."""
 
-import torch
-from torch import Tensor
-
 from mini_infer.core.model_config import ModelConfig
-from mini_infer.kernels import ops
-from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.modeling.attention import GroupedQueryAttention
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.layers import (
-    DecoderLayer,
-    GatedMLP,
-    KVCache,
-    Layer,
-    Linear,
-    PackedLinear,
-    PagedAttention,
-)
-from mini_infer.modeling.rotary import Rope
-
-
-class LlamaAttention(Layer):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        rows = tuple(heads * config.head_dim for heads in self.heads)
-        self.qkv_proj = PackedLinear(config.hidden_size, rows, config.attention_bias)
-        self.o_proj = Linear(rows[0], config.hidden_size, config.attention_bias)
-        self.attention = PagedAttention(config, layer)
-
-    def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
-        """``x [T, hidden]`` -> ``[T, hidden]``."""
-        heads = self.qkv_proj(x).view(len(x), sum(self.heads), -1)  # [T, H + 2 Hkv, D]
-        qk, v = heads.split((sum(self.heads[:2]), self.heads[2]), dim=1)
-        q, k = torch.split(ops.apply_rotary(qk, *rope), list(self.heads[:2]), dim=1)
-        out: Tensor = self.o_proj(self.attention(q, k, v, cache, meta))
-        return out
+from mini_infer.modeling.layers import DecoderLayer, GatedMLP
 
 
 class LlamaForCausalLM(CausalLM):
-    """Pre-norm blocks of grouped-query attention and SwiGLU."""
+    """Pre-norm blocks of grouped-query attention and SwiGLU; biases where the config has them."""
 
     def build_layer(self, config: ModelConfig, layer: int) -> DecoderLayer:
+        bias = config.attention_bias
+        attention = GroupedQueryAttention(config, layer, qkv_bias=bias, out_bias=bias)
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        return DecoderLayer(config, LlamaAttention(config, layer), mlp)
+        return DecoderLayer(config, attention, mlp)
