@@ -1,10 +1,12 @@
 """The entry points: commands are imported when used, and every error becomes one line."""
 
 import importlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
@@ -59,6 +61,7 @@ def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> i
     A user's mistake exits with 2, a fault with 1, Ctrl-C with 130. The environment variable
     ``MINI_INFER_DEBUG=1`` shows the traceback as well.
     """
+    prepare_streams()
     try:
         result = command.main(arguments, prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -77,6 +80,8 @@ def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> i
         return fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         return fail(missing_package(error), 1)
+    except OSError as error:  # a full disk behind standard output, too many open files
+        return fail(f"the system refused: {error}", 1)
     except MemoryError:
         return fail("out of memory: use a smaller model, or lower kv_cache_memory", 1)
     except Exception as error:
@@ -86,6 +91,20 @@ def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> i
             1,
         )
     return result if isinstance(result, int) else 0
+
+
+def prepare_streams() -> None:
+    """Makes the standard streams safe to use.
+
+    One that the parent closed is None, and the next file or socket would get its number. What a
+    terminal's encoding lacks is written as an escape instead of ending the answer.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def usage_message(error: click.ClickException, name: str) -> str:
@@ -111,5 +130,6 @@ def fail(message: str, exit_code: int) -> int:
     """Writes the one line (and the traceback, when debugging); returns the exit code."""
     if os.environ.get(DEBUG, "") not in ("", "0"):
         traceback.print_exc()
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    with suppress(OSError):  # nobody can be told
+        click.echo(f"error: {' '.join(message.split())}", err=True)
     return exit_code

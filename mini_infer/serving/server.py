@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 BACKLOG = 2048
 SHUTDOWN_GRACE = 5
 """Seconds that running requests may still take after the first signal."""
+LAST_WORDS_GRACE = 1
+"""Seconds that clients then have to read how their requests ended."""
 
 
 def run_server(engine: "LLMEngine", host: str, port: int) -> None:
@@ -91,7 +93,8 @@ class _Server(uvicorn.Server):
     """Says when it is ready, and returns after a signal instead of raising it again.
 
     The first signal lets running requests finish for a while, a second one does not; what then
-    still runs ends with an error object, and no connection is cut.
+    still runs ends with an error object. Only the connection of a client that does not read it, or
+    that never sent the rest of its request, is cut.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, announcement: str) -> None:
@@ -118,3 +121,6 @@ class _Server(uvicorn.Server):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), SHUTDOWN_GRACE)
         await asyncio.to_thread(self._engine.shutdown)
+        await asyncio.sleep(LAST_WORDS_GRACE)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -1,5 +1,7 @@
 """Whatever ends a command becomes an exit code and one line: in this process, by fakes."""
 
+import json
+import os
 import shlex
 import subprocess
 import sys
@@ -143,6 +145,42 @@ def test_closed_pipe_is_quiet() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("generate --dry-run --max-tokens 3 <&-", 2),
+        ("generate --dry-run --max-tokens 3 --prompt x >&-", 0),
+        ("generate --dry-run --max-tokens 3 --prompt x --prompt y 2>&-", 0),
+        ("generate --dry-run --max-tokens 3 --prompt x > /dev/full", 1),
+        ("generate --dry-run --max-tokens 0 --prompt x 2> /dev/full", 2),
+        ("chat --dry-run <&-", 0),
+    ],
+)
+def test_closed_or_full_standard_streams(line: str, code: int) -> None:
+    program = "import sys; from mini_infer.cli.main import main; sys.exit(main())"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {line}"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == code
+    assert "internal error" not in done.stderr
+    assert done.stderr.count("\n") <= 1
+
+
+def test_a_terminal_that_lacks_a_character_gets_an_escape() -> None:
+    program = "import sys; from mini_infer.cli.main import main; sys.exit(main())"
+    arguments = ["generate", "--dry-run", "--json", "--max-tokens", "3", "--prompt", "\u65e5"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout)["prompt"] == "\u65e5"
 
 
 def test_commands_are_imported_when_named() -> None:

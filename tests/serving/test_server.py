@@ -154,3 +154,33 @@ LLMEngine.step = lambda self: (time.sleep(0.01), step(self))[1]
     assert "the engine was shut down" in error
     assert done == "data: [DONE]"
     assert (process.returncode, stderr) == (0, "")
+
+
+def test_clients_that_neither_read_nor_send_the_rest_do_not_hold_up_the_end() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        body = (
+            b'{"messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 8, '
+            b'"ignore_eos": true, "logprobs": true, "top_logprobs": 5}'
+        )
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with (
+            socket.create_connection(address) as deaf,
+            socket.create_connection(address) as slow,
+        ):
+            deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert deaf.recv(8).startswith(b"HTTP")
+            slow.sendall(f"{head}Content-Length: 5000\r\n\r\n{{".encode())
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: refuses_connections(url))
+            process.send_signal(signal.SIGTERM)
+            stderr = process.communicate(timeout=5)[1]
+    assert (process.returncode, stderr) == (0, "")
