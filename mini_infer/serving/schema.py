@@ -1,11 +1,14 @@
 """What the API accepts, with OpenAI's names, and vLLM's for what OpenAI lacks.
 
-A field that is accepted is honoured. One that mini-infer knows and can't honour is refused, unless
-it holds a value that asks for nothing. Fields that nobody knows are ignored, as OpenAI does.
+A field that is accepted is honoured. One that OpenAI or vLLM has and that can't be honoured is
+refused, unless it holds a value that asks for nothing. What changes no answer is accepted without
+effect: labels for the caller's own books (``user``, ``safety_identifier``, ``metadata``), a hint
+for routing (``prompt_cache_key``), ``parallel_tool_calls`` (no tools, no calls), the ``name`` of a
+message. Names that neither API has are ignored, as vLLM does.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,26 +27,35 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
+    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_obfuscation": (False,),
     "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
     "prompt_embeds": (),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
+    "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Fields that can't be honoured, each with the values (besides null) that ask for nothing."""
@@ -69,6 +81,16 @@ SAMPLING_FIELDS = (
     "skip_special_tokens",
 )
 """Fields that go to ``SamplingParams`` as they are; null means its default."""
+
+
+CHAT_ONLY = (
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
+COMPLETIONS_ONLY = ("prompt", "echo", "best_of")
 
 
 class StreamOptions(BaseModel):
@@ -128,6 +150,12 @@ class RequestBody(BaseModel):
                 "stream_options is only allowed together with stream: true", "stream_options"
             )
 
+    def _refuse_fields_of(self, path: str, names: Iterable[str]) -> None:
+        for name in names:
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value is not False:
+                raise InvalidRequestError(f"{name} is only supported by {path}", name)
+
     def _sampling_params(self, **fields: Any) -> SamplingParams:
         for name in SAMPLING_FIELDS:
             value = getattr(self, name)
@@ -149,8 +177,7 @@ class ChatCompletionRequest(RequestBody):
 
     def check(self) -> None:
         super().check()
-        if (self.model_extra or {}).get("echo"):
-            raise InvalidRequestError("echo is only supported by /v1/completions", "echo")
+        self._refuse_fields_of("/v1/completions", COMPLETIONS_ONLY)
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -184,6 +211,7 @@ class CompletionRequest(RequestBody):
 
     def check(self) -> None:
         super().check()
+        self._refuse_fields_of("/v1/chat/completions", CHAT_ONLY)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
                 "best_of is only supported where it equals n; leave it out", "best_of"
