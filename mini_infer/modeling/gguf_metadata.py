@@ -3,10 +3,12 @@
 import math
 from typing import Any
 
-import numpy as np
+import torch
 
 from mini_infer.core.errors import UnsupportedModelError
+from mini_infer.core.model_config import RopeConfig
 from mini_infer.modeling.gguf_file import GGUFFile
+from mini_infer.modeling.rotary import llama3_frequencies, plain_frequencies
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -80,6 +82,12 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError(f"{file.path} holds no token embedding (token_embd.weight)")
     max_position_embeddings = uniform(file, f"{arch}.context_length")
+    window = uniform(file, f"{arch}.attention.sliding_window", 0)
+    if 0 < window < max_position_embeddings:
+        raise UnsupportedModelError(
+            f"{file.path}: a sliding window of {window} tokens is not supported in a GGUF, which "
+            "does not say which layers slide: use the model's folder in Hugging Face format"
+        )
     rope = _rope(file, head_dim, max_position_embeddings)
     theta = rope.pop("rope_theta")
     config: dict[str, Any] = {
@@ -147,21 +155,6 @@ def _rope(file: GGUFFile, head_dim: int, max_position_embeddings: int) -> dict[s
     return rope
 
 
-def llama3_frequency_divisors(
-    theta: float, head_dim: int, factor: float, original_max_position_embeddings: int
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What Llama 3.1's rule divides each of the ``head_dim / 2`` frequencies by.
-
-    Wavelengths over the original context are stretched by ``factor``, those under a quarter of it
-    stay, and between the two the frequency is interpolated.
-    """
-    low, high = 1.0, 4.0
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    turns = original_max_position_embeddings * frequencies / (2 * math.pi)
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - share) / factor + share))
-
-
 def _llama3_rope(
     file: GGUFFile, theta: float, head_dim: int, max_position_embeddings: int
 ) -> dict[str, Any]:
@@ -171,19 +164,26 @@ def _llama3_rope(
     gives the same table. Only the frequency limits 1 and 4, which all Llama 3 models have, are
     recognised.
     """
-    table = file.dequantize("rope_freqs.weight").reshape(-1)
-    factor = float(table.max())
-    if np.all(table == 1.0):
+    table = torch.from_numpy(file.dequantize("rope_freqs.weight").reshape(-1))
+    if bool((table == 1.0).all()):
         return {"rope_type": "default", "rope_theta": theta}
+    rule = RopeConfig(
+        theta=theta,
+        rope_type="llama3",
+        factor=float(table.max()),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    frequencies = plain_frequencies(theta, head_dim)
     for original in (8192, 4096, 16384, 2048, 32768, 1024, max_position_embeddings):
-        divisors = llama3_frequency_divisors(theta, head_dim, factor, original)
-        if divisors.shape == table.shape and np.allclose(divisors, table, rtol=1e-4):
+        divisors = frequencies / llama3_frequencies(rule, frequencies, original)
+        if divisors.shape == table.shape and torch.allclose(divisors, table, rtol=1e-4):
             return {
-                "rope_type": "llama3",
+                "rope_type": rule.rope_type,
                 "rope_theta": theta,
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
+                "factor": rule.factor,
+                "low_freq_factor": rule.low_freq_factor,
+                "high_freq_factor": rule.high_freq_factor,
                 "original_max_position_embeddings": original,
             }
     raise UnsupportedModelError(

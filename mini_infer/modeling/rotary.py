@@ -40,14 +40,14 @@ class RotaryEmbedding(nn.Module):
 def rotary_table(config: ModelConfig, max_model_len: int) -> Tensor:
     """``[max_model_len, head_dim]`` float32: per position the cosines, then the sines."""
     rope, positions = config.rope, torch.arange(max_model_len, dtype=torch.float32)
-    frequencies = _plain(rope.theta, config.head_dim)  # [head_dim / 2]
+    frequencies = plain_frequencies(rope.theta, config.head_dim)  # [head_dim / 2]
     scale = 1.0
     if rope.rope_type == "linear":
         frequencies = frequencies / rope.factor
     elif rope.rope_type == "dynamic":
         frequencies = _dynamic(rope, config.head_dim, config.max_position_embeddings, positions)
     elif rope.rope_type == "llama3":
-        frequencies = _llama3(rope, frequencies, _original_length(config))
+        frequencies = llama3_frequencies(rope, frequencies, _original_length(config))
     elif rope.rope_type == "yarn":
         frequencies = _yarn(rope, frequencies, config.head_dim, _original_length(config))
         scale = _yarn_attention_factor(rope)
@@ -63,7 +63,8 @@ def _exponents(head_dim: int) -> Tensor:
     return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [head_dim / 2]
 
 
-def _plain(theta: float, head_dim: int) -> Tensor:
+def plain_frequencies(theta: float, head_dim: int) -> Tensor:
+    """Radians per position ``[head_dim / 2]``, without any extension."""
     return 1.0 / theta ** _exponents(head_dim)
 
 
@@ -81,7 +82,7 @@ def _dynamic(rope: RopeConfig, head_dim: int, trained_length: int, positions: Te
     return 1.0 / theta[:, None] ** _exponents(head_dim)
 
 
-def _llama3(rope: RopeConfig, frequencies: Tensor, original_length: int) -> Tensor:
+def llama3_frequencies(rope: RopeConfig, frequencies: Tensor, original_length: int) -> Tensor:
     """Divides low frequencies by ``factor``, keeps high ones, and blends those between."""
     turns = original_length * frequencies / (2 * math.pi)  # full turns over the trained length
     low, high = rope.low_freq_factor, rope.high_freq_factor

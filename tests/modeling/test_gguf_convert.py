@@ -195,6 +195,7 @@ def test_linear_scaling(tmp_path: Path, keys: dict[str, Any]) -> None:
         ({"llama.block_count": None}, "lacks 'llama.block_count'"),
         ({"llama.attention.head_count": 0}, "malformed GGUF metadata"),
         ({"llama.embedding_length": "wide"}, "malformed GGUF metadata"),
+        ({"llama.attention.sliding_window": 64}, "sliding window of 64 tokens is not supported"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
@@ -208,6 +209,13 @@ def test_a_value_repeated_per_layer_is_one_value(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", tiny_model("llama"), **keys)
     config = written_config(path)
     assert (config.num_heads, config.intermediate_size) == (4, 64)
+
+
+@pytest.mark.parametrize("window", [0, 128, 4096])
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path, window: int) -> None:
+    keys = {"llama.attention.sliding_window": window}
+    path = write_model(tmp_path / "m.gguf", tiny_model("llama"), **keys)
+    assert written_config(path).sliding_window is None
 
 
 def test_a_file_without_embedding_is_refused(tmp_path: Path) -> None:
