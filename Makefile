@@ -61,11 +61,15 @@ clean:  ## Remove the environment and the caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch comes first and by its exact version, so that pip takes a wheel that is already at hand
-# (PIP_FIND_LINKS, a CPU-only index in PIP_EXTRA_INDEX_URL) before it looks for a larger one.
+# (PIP_FIND_LINKS, a CPU-only index in PIP_EXTRA_INDEX_URL) before it looks for a larger one. It is
+# the one download that takes long, so pip shows its progress.
 $(VENV)/.torch: constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: mini-infer needs \
+	Python 3.11 or newer and $(PYTHON) is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "error: $(PYTHON) can't make a virtual environment;" \
+	    "Debian and Ubuntu have what is missing in the package python3-venv" >&2; exit 1; }
 	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet -c constraints.txt $$(grep '^torch==' constraints.txt)
+	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
 	@touch $@
 
 $(VENV)/.serve: $(VENV)/.torch pyproject.toml

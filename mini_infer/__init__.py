@@ -1,4 +1,4 @@
-"""mini-infer: an LLM inference engine to read in an afternoon and run in production."""
+"""mini-infer: an LLM inference engine to read in an afternoon and serve real models with."""
 
 from typing import TYPE_CHECKING, Any
 

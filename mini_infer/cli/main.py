@@ -40,7 +40,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mini-infer")
 def cli() -> None:
-    """An LLM inference engine to read in an afternoon and run in production."""
+    """An LLM inference engine to read in an afternoon and serve real models with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
