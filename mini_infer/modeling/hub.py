@@ -5,10 +5,21 @@ from pathlib import Path
 
 from mini_infer.core.errors import ModelNotFoundError, WeightsError
 
-FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-"""No pickles, no other framework's weights, no code."""
-IGNORED_PATTERNS = ("*/*", "consolidated*")
-"""Subfolders, and Mistral's second copy of the weights under other names."""
+FILE_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "model.safetensors.index.json",
+    "*.safetensors",
+)
+"""What mini-infer reads. No pickles, no other framework's weights, no code."""
+IGNORED_PATTERNS = ("*/*.safetensors", "consolidated*")
+"""Weights of subfolders, and Mistral's second copy under other names."""
 
 
 def fetch_hub_model(repo_id: str) -> Path:

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
 from mini_infer.core.errors import (
@@ -234,10 +235,42 @@ def test_an_incomplete_hub_model_is_downloaded(
     calls = snapshot(monkeypatch, first, folder)
     assert locate_model("org/name").folder == folder
     assert len(calls) == 2
-    patterns = calls[1]["allow_patterns"]
-    assert "*.safetensors" in patterns
-    assert not [pattern for pattern in patterns if "bin" in pattern or "py" in pattern]
-    assert "consolidated*" in calls[1]["ignore_patterns"]
+
+
+def test_only_what_is_read_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = snapshot(monkeypatch, hub_errors.LocalEntryNotFoundError("not cached"), folder)
+    locate_model("org/name")
+    read = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }
+    unread = {
+        "pytorch_model.bin",
+        "modeling_own.py",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.model",
+        "trainer_state.json",
+        "original/model.safetensors",
+        "original/config.json",
+        "consolidated.safetensors",
+    }
+    patterns = {name: calls[-1][f"{name}_patterns"] for name in ("allow", "ignore")}
+    found = filter_repo_objects(
+        sorted(read | unread),
+        allow_patterns=patterns["allow"],
+        ignore_patterns=patterns["ignore"],
+    )
+    assert set(found) == read
 
 
 @pytest.mark.parametrize(
