@@ -1,5 +1,6 @@
 """The shape of a model, read from a Hugging Face ``config.json`` (a GGUF is translated to one)."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from mini_infer.core.errors import UnsupportedModelError
 from mini_infer.core.kv_layout import KVLayout
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+MAX_LAYERS = 10_000
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -110,12 +112,21 @@ def _from_dict(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any],
 ) -> ModelConfig:
-    num_heads = int(config["num_attention_heads"])
-    hidden_size = int(config["hidden_size"])
-    num_layers = int(config["num_hidden_layers"])
-    max_position_embeddings = int(config["max_position_embeddings"])
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+    num_heads = _size(config, "num_attention_heads")
+    hidden_size = _size(config, "hidden_size")
+    num_layers = _size(config, "num_hidden_layers", MAX_LAYERS)
+    max_position_embeddings = _size(config, "max_position_embeddings")
+    num_kv_heads = num_heads
+    if config.get("num_key_value_heads") is not None:
+        num_kv_heads = _size(config, "num_key_value_heads")
+    head_dim = hidden_size // num_heads
+    if config.get("head_dim") is not None:
+        head_dim = _size(config, "head_dim")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"a head of {head_dim} numbers can't be rotated in pairs")
+    rms_norm_eps = float(config.get("rms_norm_eps", 1e-6))
+    if not 0 <= rms_norm_eps < 1:
+        raise ValueError(f"rms_norm_eps must be in [0, 1), got {rms_norm_eps}")
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads do not divide into {num_kv_heads} KV heads")
     hidden_act = str(config.get("hidden_act", "silu"))
@@ -131,15 +142,15 @@ def _from_dict(
     bos = _token_ids(config.get("bos_token_id"))
     return cls(
         architecture=architecture,
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=int(config["intermediate_size"]),
+        intermediate_size=_size(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=rms_norm_eps,
         rope=_rope(config, max_position_embeddings),
         hidden_act=hidden_act,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -152,6 +163,14 @@ def _from_dict(
         eos_token_ids=eos_token_ids,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     )
+
+
+def _size(config: Mapping[str, Any], name: str, limit: int = 2**31 - 1) -> int:
+    """A whole number that a tensor can have as a dimension."""
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise ValueError(f"{name} must be a whole number from 1 to {limit}, got {value!r:.80}")
+    return value
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -172,7 +191,7 @@ def _sliding(
     if window is None or architecture.startswith("Llama"):
         return None, ()
     if not architecture.startswith("Qwen"):
-        return int(window), (True,) * num_layers
+        return _size(config, "sliding_window", 2**63 - 1), (True,) * num_layers
     if not config.get("use_sliding_window", False):
         return None, ()
     layer_types = config.get("layer_types")
@@ -183,7 +202,9 @@ def _sliding(
     else:
         first = int(config.get("max_window_layers", 28))
         layers = tuple(layer >= first for layer in range(num_layers))
-    return (int(window), layers) if any(layers) else (None, ())
+    if not any(layers):
+        return None, ()
+    return _size(config, "sliding_window", 2**63 - 1), layers
 
 
 def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
@@ -201,11 +222,15 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig
         max_position_embeddings / original if rope_type == "yarn" else 1
     )
 
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if not (0 < theta < math.inf and 0 < float(factor) < math.inf):
+        raise ValueError(f"rotary theta {theta} and factor {factor} must be above 0")
+
     def optional(name: str) -> float | None:
         return None if scaling.get(name) is None else float(scaling[name])
 
     return RopeConfig(
-        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        theta=theta,
         rope_type=rope_type,
         factor=float(factor),
         original_max_position_embeddings=int(original),

@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnsupportedModelError(f"{path} can't be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} holds a JSON {type(content).__name__}, not an object")

@@ -42,7 +42,7 @@ def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
 def _parse(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} must hold a JSON object")

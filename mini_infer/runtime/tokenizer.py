@@ -210,7 +210,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} must hold a JSON object")

@@ -51,6 +51,44 @@ def test_eos_ids_of_both_files_are_merged() -> None:
     assert config.eos_token_ids == (2, 7)
 
 
+@pytest.mark.parametrize("value", [0, -1, -64, 1.5, "x", [], True, 10**30])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_attention_heads",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "vocab_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "head_dim",
+    ],
+)
+def test_an_absurd_size_names_its_field(name: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=name):
+        config_of(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_dim": 7}, "in pairs"),
+        ({"hidden_size": 3}, "in pairs"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"rms_norm_eps": "nan"}, "rms_norm_eps"),
+        ({"rope_theta": -1}, "theta"),
+        ({"rope_theta": "inf"}, "theta"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
+        (QWEN | {"sliding_window": -1, "max_window_layers": 0}, "sliding_window"),
+    ],
+)
+def test_numbers_that_would_fail_in_the_first_step(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_of(**fields)
+
+
 def test_qwen_uses_its_window_only_when_switched_on() -> None:
     fields = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 2}
     assert config_of(**fields).sliding_window is None
