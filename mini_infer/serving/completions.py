@@ -7,6 +7,7 @@ from mini_infer.core.outputs import Logprob, RequestDelta, RequestOutput
 from mini_infer.serving.answer import Envelope, usage_of
 from mini_infer.serving.logprobs import CompletionLogprobs, joined, no_logprobs, prompt_logprobs
 from mini_infer.serving.schema import CompletionRequest
+from mini_infer.serving.text_offsets import PromptText
 
 if TYPE_CHECKING:
     from mini_infer.runtime.tokenizer import Tokenizer
@@ -25,8 +26,11 @@ class CompletionFormat:
     ) -> None:
         self._envelope = envelope
         self._body = body
-        self._tokenizer = tokenizer
-        self._prompts = prompts
+        skip = body.skip_special_tokens is not False
+        self._prompts = {
+            request_id: PromptText(tokenizer, prompt, skip)
+            for request_id, prompt in prompts.items()
+        }
         self._rows = {request_id: row for row, request_id in enumerate(prompts)}
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._started: set[int] = set()
@@ -92,19 +96,19 @@ class CompletionFormat:
         """New text and log-probabilities of a choice, its first ones after the echoed prompt."""
         first = index not in self._started
         self._started.add(index)
-        counter = self._logprobs.setdefault(index, CompletionLogprobs())
-        echoed = self._echoed_text(request_id) if first and self._body.echo else ""
-        if self._body.logprobs is None:
-            return echoed + text, None
-        positions = self._prompt_logprobs.get(request_id)
-        before = no_logprobs()
-        if echoed and positions:
-            before = counter.echo(echoed, positions, self._body.logprobs)
-        return echoed + text, joined(before, counter.add(logprobs, self._body.logprobs))
-
-    def _echoed_text(self, request_id: str) -> str:
         prompt = self._prompts[request_id]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        if first and self._body.echo:
+            text = prompt.text + text
+        num_top = self._body.logprobs
+        if num_top is None:
+            return text, None
+        before = no_logprobs()
+        if first:
+            self._logprobs[index] = CompletionLogprobs(prompt, self._body.echo)
+            positions = self._prompt_logprobs.get(request_id)
+            if self._body.echo and positions:
+                before = self._logprobs[index].echo(positions, num_top)
+        return text, joined(before, self._logprobs[index].add(logprobs, num_top))
 
 
 def _choice(

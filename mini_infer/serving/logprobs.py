@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mini_infer.core.outputs import Logprob
+from mini_infer.serving.text_offsets import PromptText
 
 Candidates = Mapping[int, Logprob]
 """The candidates at one position by token id: first the one that stands there, then the likeliest.
@@ -58,56 +59,55 @@ def prompt_logprobs(
 class CompletionLogprobs:
     """``logprobs`` of one choice of a plain completion, in pieces as the tokens come.
 
-    ``text_offset`` is where a token's text begins in the choice's text, which counts the prompt if
-    it is echoed. It is counted in characters that the tokens' bytes begin, because a token may
-    hold a part of a character only.
+    ``text_offset`` is where a token begins in the returned text: in characters, the prompt counts
+    if it is echoed, and a special token that the text leaves out has no length. A token that
+    begins inside a character has that character's offset. Tokens of a stop string that is cut off
+    are counted as if it stood there: a stream tells of them before anybody knows that it goes.
     """
 
-    def __init__(self) -> None:
-        self._num_chars = 0
+    def __init__(self, prompt: PromptText, echo: bool) -> None:
+        self._prompt = prompt
+        self._position = prompt.end(echo)
 
-    def echo(
-        self, text: str, logprobs: Sequence[Candidates | None], num_top: int
-    ) -> dict[str, Any]:
-        """The echoed prompt's tokens; those that follow are counted from its end.
-
-        Nothing predicts the first token, so its text is what the others leave of the prompt.
-        """
-        rest = self.add([candidates for candidates in logprobs if candidates], num_top)
-        shift = max(0, len(text) - self._num_chars)
-        self._num_chars = len(text)
+    def echo(self, logprobs: Sequence[Candidates | None], num_top: int) -> dict[str, Any]:
+        """The echoed prompt's tokens. Nothing predicts the first one."""
+        first, *offsets = self._prompt.offsets
+        rest = _entries([item for item in logprobs if item], offsets, num_top)
         return {
-            "tokens": [text[:shift], *rest["tokens"]],
+            "tokens": [self._prompt.first_token, *rest["tokens"]],
             "token_logprobs": [None, *rest["token_logprobs"]],
             "top_logprobs": [None, *rest["top_logprobs"]],
-            "text_offset": [0, *(offset + shift for offset in rest["text_offset"])],
+            "text_offset": [first, *rest["text_offset"]],
         }
 
     def add(self, logprobs: Sequence[Candidates], num_top: int) -> dict[str, Any]:
-        """The next tokens."""
-        piece = no_logprobs()
-        for candidates in logprobs:
-            item = _standing(candidates)
-            top = {other.decoded_token: other.logprob for other in _likeliest(candidates, num_top)}
-            continues = bool(item.bytes) and _continues(item.bytes[0])
-            piece["tokens"].append(item.decoded_token)
-            piece["token_logprobs"].append(item.logprob)
-            # First and last: of candidates that are spelled alike, its own value counts.
-            own = {item.decoded_token: item.logprob}
-            piece["top_logprobs"].append(own | top | own)
-            piece["text_offset"].append(max(0, self._num_chars - continues))
-            self._num_chars += sum(not _continues(byte) for byte in item.bytes)
-        return piece
+        """The answer's next tokens."""
+        offsets = [
+            self._position.advance(self._prompt.shown_bytes(next(iter(candidates))))
+            for candidates in logprobs
+        ]
+        return _entries(logprobs, offsets, num_top)
+
+
+def _entries(
+    logprobs: Sequence[Candidates], offsets: Sequence[int], num_top: int
+) -> dict[str, Any]:
+    piece = no_logprobs()
+    for candidates, offset in zip(logprobs, offsets, strict=True):
+        item = _standing(candidates)
+        top = {other.decoded_token: other.logprob for other in _likeliest(candidates, num_top)}
+        # First and last: of candidates that are spelled alike, its own value counts.
+        own = {item.decoded_token: item.logprob}
+        piece["tokens"].append(item.decoded_token)
+        piece["token_logprobs"].append(item.logprob)
+        piece["top_logprobs"].append(own | top | own)
+        piece["text_offset"].append(offset)
+    return piece
 
 
 def no_logprobs() -> dict[str, Any]:
     """A piece of a ``CompletionLogprobs`` that holds no token."""
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def _continues(byte: int) -> bool:
-    """Is it a UTF-8 byte inside a character?"""
-    return byte & 0xC0 == 0x80
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,38 @@ def test_regression_15_text_offset_counts_the_echoed_prompt(
     assert len(whole) == len(logprobs["tokens"]) - 4  # ü and ß are two tokens each
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_special_tokens_have_the_length_that_the_text_gives_them(
+    server: LiveServer, stream: bool, echo: bool, skip: bool
+) -> None:
+    body: dict[str, Any] = {
+        "prompt": [72, 256, 105, 105],
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "allowed_token_ids": [256, 258],
+        "skip_special_tokens": skip,
+        "logprobs": 0,
+        "echo": echo,
+    }
+    if stream:
+        streamed = choices_of(server.stream(COMPLETIONS, **body))
+        text = "".join(choice["text"] for choice in streamed)
+        logprobs = joined_logprobs(streamed)
+    else:
+        [choice] = server.client.post(COMPLETIONS, json=body).json()["choices"]
+        text, logprobs = choice["text"], choice["logprobs"]
+    tokens, offsets = logprobs["tokens"], logprobs["text_offset"]
+    assert len(tokens) == len(offsets) == (8 if echo else 4)
+    if skip:
+        assert text == ("Hii" if echo else "")
+        assert offsets == ([0, 1, 1, 2, 3, 3, 3, 3] if echo else [0, 0, 0, 0])
+    else:
+        assert text == "".join(tokens)
+        assert offsets == [len("".join(tokens[:index])) for index in range(len(tokens))]
+
+
 def test_prompt_logprobs(server: LiveServer) -> None:
     answer = server.complete("Hello", prompt_logprobs=0, **GREEDY).json()
     [choice] = answer["choices"]
