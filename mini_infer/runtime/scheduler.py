@@ -279,8 +279,11 @@ class Scheduler:
         now, request_id = self.events.now(), request.request_id
         if request.num_cached_tokens is None:
             request.num_cached_tokens = prefix.num_tokens
+            looked_up = self.cache.enable_prefix_caching and request.params.prompt_logprobs is None
+            num_prompt_tokens = request.num_prompt_tokens
+            num_queried_tokens = num_prompt_tokens if looked_up else 0
             self.events.emit(
-                Admitted(now, request_id, request.num_prompt_tokens, prefix.num_tokens)
+                Admitted(now, request_id, num_prompt_tokens, prefix.num_tokens, num_queried_tokens)
             )
         else:
             self.events.emit(Resumed(now, request_id, prefix.num_tokens))
