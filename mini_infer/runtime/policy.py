@@ -12,8 +12,9 @@ class SchedulingPolicy(Protocol):
     """Orders requests. Select your own with ``scheduling_policy="module:Class"``."""
 
     def key(self, request: Request) -> tuple[int, ...]:
-        """Smaller runs first. Constant over a request's life, and unique (end with ``arrival``):
-        the request with the smallest key is never preempted, so a step always makes progress."""
+        """Smaller runs first. Constant over a request's life; of equal ones the first to arrive
+        runs first. The request with the smallest is never preempted, so a step always makes
+        progress."""
         ...
 
     def choose_victim(self, candidates: Sequence[Request]) -> Request:
@@ -55,6 +56,19 @@ BUILT_IN: dict[str, type[SchedulingPolicy]] = {
 }
 
 
+class _Unique:
+    """A user's policy, its keys made unique: of two that rank alike neither could take the blocks
+    of the other, and both would wait for ever."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self.choose_victim = policy.choose_victim
+        self.may_displace = policy.may_displace
+
+    def key(self, request: Request) -> tuple[int, ...]:
+        return (*self._policy.key(request), request.arrival)
+
+
 def load_policy(name: str) -> SchedulingPolicy:
     """Builds the policy called ``name``: a built-in one, or a user's as ``module:Class``.
 
@@ -80,5 +94,4 @@ def load_policy(name: str) -> SchedulingPolicy:
     ]
     if missing:
         raise InvalidConfigError(f"scheduling_policy {name!r} lacks {', '.join(missing)}()")
-    loaded: SchedulingPolicy = policy
-    return loaded
+    return _Unique(policy)
