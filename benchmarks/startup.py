@@ -114,6 +114,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5, help="starts of each server")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument(
+        "--quick", action="store_const", dest="runs", const=1, help="one start of each"
+    )
     arguments = parser.parse_args()
     bare: list[float] = []
     dry: list[float] = []

@@ -16,13 +16,16 @@ import pytest
 
 from mini_infer.cli.main import cli
 from mini_infer.cli.serve import serve
-from mini_infer.core.engine_config import engine_options
+from mini_infer.core.engine_config import DEFAULT_MODEL, engine_options
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-NOT_RUN = "# not run in tests: "
 SERVER = "http://localhost:8000"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?:<!-- not run in tests: (?P<reason>[^\n]+) -->\n)?"
+    r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 COMMAND = re.compile(r"(?:^|[|&;] *)(?:mini-infer|make)\b")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -35,11 +38,13 @@ class Block:
     line: int
     language: str
     text: str
+    reason: str
+    """Why it is not run; nothing where it is."""
 
     @property
     def runs(self) -> bool:
         """The Chinese README's blocks are the English one's, which another test makes sure of."""
-        return not self.text.startswith(NOT_RUN) and self.document != "README.zh-CN.md"
+        return not self.reason and self.document != "README.zh-CN.md"
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"
@@ -49,7 +54,13 @@ def blocks_of(path: Path) -> list[Block]:
     source = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix()
     return [
-        Block(name, source.count("\n", 0, match.start()) + 1, match[1], match[2])
+        Block(
+            name,
+            source.count("\n", 0, match.start("text")),
+            match["language"],
+            match["text"],
+            match["reason"] or "",
+        )
         for match in FENCE.finditer(source)
     ]
 
@@ -85,8 +96,8 @@ def commands_of(text: str) -> list[list[str]]:
 
 def test_readmes_have_the_same_code() -> None:
     english, chinese = (blocks_of(ROOT / name) for name in ("README.md", "README.zh-CN.md"))
-    assert [(block.language, block.text) for block in english] == [
-        (block.language, block.text) for block in chinese
+    assert [(block.language, block.text, block.reason) for block in english] == [
+        (block.language, block.text, block.reason) for block in chinese
     ]
 
 
@@ -155,10 +166,19 @@ def test_commands_of_a_shell_block_exist(block: Block) -> None:
 
 @pytest.fixture(scope="module")
 def server_url() -> Iterator[str]:
-    """A dry run of the real server."""
+    """A dry run of the real server, under the name that the examples ask for."""
     program = "from mini_infer.cli.main import serve_main; serve_main()"
     with subprocess.Popen(
-        [sys.executable, "-c", program, "--dry-run", "--port", "0"],
+        [
+            sys.executable,
+            "-c",
+            program,
+            "--dry-run",
+            "--port",
+            "0",
+            "--served-model-name",
+            DEFAULT_MODEL,
+        ],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,

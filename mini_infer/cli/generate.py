@@ -26,9 +26,12 @@ def read_prompts(prompts: tuple[str, ...]) -> list[str]:
     if not prompts and sys.stdin.isatty():
         raise click.UsageError("give a --prompt, or pipe one into standard input")
     try:
-        return [sys.stdin.read() if item == "-" else item for item in prompts or ("-",)]
+        texts = [sys.stdin.read() if item == "-" else item for item in prompts or ("-",)]
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"standard input is no {error.encoding} text", "prompt") from None
+    if texts == [""] and prompts in ((), ("-",)):
+        raise click.UsageError("standard input is empty: give a --prompt, or pipe one into it")
+    return texts
 
 
 def as_json(output: RequestOutput) -> str:

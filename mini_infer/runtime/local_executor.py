@@ -1,11 +1,15 @@
 """The in-process executor: a ``ModelRunner`` on this process's device."""
 
+import logging
+
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.runtime.executor import StepHandle
+
+logger = logging.getLogger(__name__)
 
 ALLOCATION_FAILED = ("allocate memory", "bad_alloc", "out of memory")
 """What torch's RuntimeErrors say when an allocator refused."""
@@ -19,11 +23,11 @@ class LocalExecutor:
         self._runner = ModelRunner(config, files)
 
     def start(self) -> int:
-        """Loads the model, sizes and makes the KV cache.
+        """Loads the model, sizes and makes the KV cache; warns when ``max_model_len`` exceeds it.
 
         Raises:
             WeightsError: the checkpoint does not fit the architecture.
-            OutOfMemoryError: not even one request of ``max_model_len`` would fit.
+            OutOfMemoryError: weights or KV cache do not fit the memory.
         """
         try:
             self._runner.load()
@@ -37,6 +41,14 @@ class LocalExecutor:
                 f"the model does not fit the memory that is there ({text.partition(chr(10))[0]}): "
                 "use a smaller model or dtype, or lower max_num_seqs or max_model_len"
             ) from error
+        longest = num_blocks * self._config.block_size + 1  # the last token is never an input
+        if longest < self._config.max_model_len:
+            logger.warning(
+                "the KV cache holds less than max_model_len %d: prompt and answer together may "
+                "have %d tokens; raise kv_cache_memory for more",
+                self._config.max_model_len,
+                longest,
+            )
         return num_blocks
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:

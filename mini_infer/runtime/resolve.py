@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_infer.core.engine_config import AUTO, EngineConfig, engine_options
+from mini_infer.core.engine_config import AUTO, DEFAULT_MODEL, EngineConfig, engine_options
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.runtime.executor import Executor
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 CHUNK_TOKENS = {"cpu": 128, "cuda": 8192}
 """Default token budget of a step. Larger chunks use a processor no better, smaller ones let running
 requests go on sooner: see docs/chunked-prefill.md."""
+DRY_RUN_NAME = "dry-run"
 PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 KV_FRACTION = 0.25
 """Share of the free memory that the KV cache takes on a CPU, where other programs run too."""
@@ -123,6 +124,8 @@ def _dry_run_engine(given: dict[str, Any]) -> tuple[EngineConfig, Executor, Toke
     model_config = dry_run_model_config()
     given |= {"device": "cpu", "dtype": "float32", "attention_backend": "torch"}
     given["load_format"] = "dummy"
+    if given["served_model_name"] == AUTO and given["model"] == DEFAULT_MODEL:
+        given["served_model_name"] = DRY_RUN_NAME  # nobody should take it for the model
     _resolve_lengths(given, model_config)
     if given["kv_cache_memory"] == AUTO:
         given["kv_cache_memory"] = KV_LIMIT

@@ -30,7 +30,7 @@ PAGE_POLICY = (
 
 def create_app(engine: AsyncEngine) -> FastAPI:
     """The application that serves one engine. The caller shuts the engine down."""
-    app = FastAPI(title="mini-infer", version=__version__)
+    app = FastAPI(title="mini-infer", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     metrics = EngineMetrics(engine.config)
     engine.events.subscribe(metrics.observe)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ LAST_WORDS_GRACE = 1
 def run_server(engine: "LLMEngine", host: str, port: int) -> None:
     """Serves ``engine`` on ``host:port`` until SIGINT or SIGTERM, then shuts it down.
 
-    Port 0 takes a free one. Prints one line with the URL when requests can be sent.
+    Port 0 takes a free one. Prints the URL as the end of a line, when requests can be sent.
 
     Raises:
         InvalidConfigError: the address can't be listened on.
@@ -49,7 +50,9 @@ def run_server(engine: "LLMEngine", host: str, port: int) -> None:
                 timeout_graceful_shutdown=2 * SHUTDOWN_GRACE,
             )
             url = _url(host, listener.getsockname()[1])
-            announcement = f"{engine.config.served_model_name} is served at {url}"
+            name = engine.config.served_model_name
+            served = "dry run (invented tokens)" if engine.config.dry_run else name
+            announcement = f"{served} is served at {url}\nchat page at /, API at /v1, Ctrl-C stops"
             _Server(config, async_engine, announcement).run([listener])
     finally:
         async_engine.shutdown()
@@ -78,8 +81,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        option = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise InvalidConfigError(
-            f"can't listen on {host} port {port}: {error.strerror}; choose another with --port"
+            f"can't listen on {host} port {port}: {error.strerror}; choose another with {option}"
         ) from None
     return listener
 

@@ -70,6 +70,19 @@ def test_standard_input_that_is_no_text(
     assert "is no utf-8 text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [("--prompt", "-"), ()])
+def test_empty_standard_input_is_an_error_before_the_model(
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["generate", "--model", "/no/such/model", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "standard input is empty" in error
+    assert "/no/such/model" not in error
+
+
 def test_no_prompt_on_a_terminal_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

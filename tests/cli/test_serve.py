@@ -62,6 +62,12 @@ def test_unknown_host(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert error.count("\n") == 1
 
 
+def test_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """192.0.2.0/24 is set aside for documents: no machine has it."""
+    assert main(["serve", "--dry-run", "--host", "192.0.2.1"]) == 2
+    assert "choose another with --host" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--model", "/no/such/model"], ["--dry-run", "--block-size", "0"]]
@@ -109,12 +115,16 @@ def test_dry_run_serves_without_torch_and_ends_on_a_signal(ending: signal.Signal
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            url = process.stdout.readline().split()[-1]
+            first, second = process.stdout.readline(), process.stdout.readline()
+            assert first.startswith("dry run (invented tokens) is served at http://127.0.0.1:")
+            assert second == "chat page at /, API at /v1, Ctrl-C stops\n"
+            url = first.split()[-1]
             answer = post(
                 f"{url}/v1/chat/completions",
                 {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5},
             )
             assert answer["usage"]["completion_tokens"] == 5
+            assert answer["model"] == "dry-run"
             process.send_signal(ending)
             assert process.wait(30) == 0
             assert process.stdout.read().splitlines() == ["[]"]

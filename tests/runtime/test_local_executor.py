@@ -42,6 +42,14 @@ def test_a_number_of_blocks_wins_over_memory() -> None:
     assert executor(num_kv_blocks=7, kv_cache_memory=1).start() == 7
 
 
+@pytest.mark.parametrize(("num_blocks", "longest"), [(2, 9), (3, 13), (4, None)])
+def test_a_cache_below_max_model_len_says_how_long_a_request_may_be(
+    num_blocks: int, longest: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor(num_kv_blocks=num_blocks, block_size=4, max_model_len=17).start()
+    assert (f"may have {longest} tokens" in caplog.text) if longest else not caplog.text
+
+
 def test_a_step_samples_a_token() -> None:
     running = executor()
     running.start()
