@@ -4,13 +4,12 @@ Nothing here imports torch: the dry run looks at configurations too.
 """
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mini_infer.core.errors import ModelNotFoundError, UnsupportedModelError
+from mini_infer.core.json_file import read_json_object
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.hub import fetch_hub_model
 from mini_infer.modeling.model_cache import CACHE_FORMAT, cache_folder
@@ -68,29 +67,13 @@ def load_model_config(files: ModelFiles) -> ModelConfig:
         UnsupportedModelError: a file that is no JSON object, or asks for what isn't implemented.
     """
     generation_config = files.folder / "generation_config.json"
-    config = read_json(files.folder / "config.json")
+    config = read_json_object(files.folder / "config.json")
     for architecture in config.get("architectures") or ():
         check_supported(str(architecture))
     return ModelConfig.from_dict(
         config,
-        read_json(generation_config) if generation_config.exists() else None,
+        read_json_object(generation_config) if generation_config.exists() else None,
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        UnsupportedModelError: the file can't be read or does not hold a JSON object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnsupportedModelError(f"{path} can't be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} holds a JSON {type(content).__name__}, not an object")
-    return content
 
 
 def gguf_cache_folder(gguf: Path, kind: str) -> Path:

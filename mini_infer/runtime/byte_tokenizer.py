@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mini_infer.core.errors import InvalidRequestError
 from mini_infer.runtime.chat_messages import normalise_messages
 from mini_infer.runtime.tokenizer import decode_bytes
+from mini_infer.runtime.unicode_text import utf8_bytes
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 
@@ -24,14 +24,7 @@ class ByteTokenizer:
     strips_leading_space = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InvalidRequestError(
-                "the text holds half of a surrogate pair (such as \\ud800), which is not Unicode "
-                "text: send the whole character"
-            ) from None
-        return list(self._split(data, len(SPECIAL_TOKENS) - 1))
+        return list(self._split(utf8_bytes(text), len(SPECIAL_TOKENS) - 1))
 
     def _split(self, data: bytes, special: int) -> list[int]:
         """Splits at the special tokens up to number ``special``; the rest are bytes."""

@@ -16,7 +16,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from mini_infer.core.errors import InvalidRequestError, UnsupportedModelError
+from mini_infer.core.errors import InvalidRequestError
+from mini_infer.core.json_file import read_json_object
 from mini_infer.runtime.chat_messages import normalise_messages
 
 
@@ -31,22 +32,12 @@ def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
     if single.is_file():
         templates = {"default": single.read_text(encoding="utf-8")}
     elif wrapped.is_file():
-        templates = _named(_parse(wrapped).get("chat_template"))
+        templates = _named(read_json_object(wrapped).get("chat_template"))
     else:
         templates = _named(tokenizer_config.get("chat_template"))
     for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[extra.stem] = extra.read_text(encoding="utf-8")
     return templates
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} must hold a JSON object")
-    return content
 
 
 def _named(value: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ from mini_infer.core.errors import InvalidRequestError, PromptTooLongError
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import MAX_TOKENS_PER_BAD_WORD, SamplingParams
 from mini_infer.runtime.tokenizer import Tokenizer
+from mini_infer.runtime.unicode_text import utf8_bytes
 
 SEED_BITS = 63
 """A seed fits a signed 64-bit integer on every device."""
@@ -185,12 +186,7 @@ def _check_queueing(priority: object, cache_salt: object) -> None:
         raise InvalidRequestError(f"priority must be an integer, got {priority!r}", "priority")
     if not isinstance(cache_salt, str):
         raise InvalidRequestError(f"cache_salt must be a string, got {cache_salt!r}", "cache_salt")
-    try:
-        cache_salt.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(
-            "cache_salt holds half of a surrogate pair, which is not Unicode text", "cache_salt"
-        ) from None
+    utf8_bytes(cache_salt, "cache_salt", "cache_salt")
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:

@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mini_infer.core.errors import InvalidRequestError, ModelNotFoundError, UnsupportedModelError
+from mini_infer.core.errors import ModelNotFoundError, UnsupportedModelError
+from mini_infer.core.json_file import read_json_object
 from mini_infer.runtime.token_bytes import TokenDecoder
+from mini_infer.runtime.unicode_text import utf8_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -139,10 +141,10 @@ class HFTokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise UnsupportedModelError(f"{path} can't be read: {error}") from None
-        config = _read_json(folder / "special_tokens_map.json")
-        for name, value in _read_json(folder / "tokenizer_config.json").items():
-            if value is not None:
-                config[name] = value
+        config: dict[str, Any] = {}
+        for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+            declared = read_json_object(file) if file.is_file() else {}
+            config |= {name: value for name, value in declared.items() if value is not None}
         try:
             return cls(backend, config, load_chat_templates(folder, config))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -151,13 +153,7 @@ class HFTokenizer:
             ) from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InvalidRequestError(
-                "the text holds half of a surrogate pair (such as \\ud800), which is not Unicode "
-                "text: send the whole character"
-            ) from None
+        utf8_bytes(text)  # the backend would raise an error of its own
         token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         bos = self.bos_token_id
         # Older Llama folders declare the first token only in tokenizer_config.json.
@@ -202,19 +198,6 @@ class HFTokenizer:
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} when the file is absent: only ``tokenizer.json`` is required."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} must hold a JSON object")
-    return content
 
 
 def _content(token: Any) -> str | None:
