@@ -17,6 +17,8 @@ from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_BATCH_CHOICES = 4096
+"""Most prompts times ``n`` of one request: a larger batch would keep all others waiting."""
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -231,7 +233,8 @@ class CompletionRequest(RequestBody):
         """The prompts of the batch.
 
         Raises:
-            InvalidRequestError: ``prompt`` is empty or has none of the four shapes.
+            InvalidRequestError: ``prompt`` is empty, too large a batch, or has none of the four
+                shapes.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -243,6 +246,12 @@ class CompletionRequest(RequestBody):
             isinstance(item, list) and all(_is_token_id(token_id) for token_id in item)
             for item in self.prompt
         ):
+            if len(self.prompt) * (self.n or 1) > MAX_BATCH_CHOICES:
+                raise InvalidRequestError(
+                    f"{len(self.prompt)} prompts with n = {self.n or 1} are more than "
+                    f"{MAX_BATCH_CHOICES} choices: send several requests",
+                    "prompt",
+                )
             return self.prompt
         raise InvalidRequestError(
             "prompt must be a string, a list of strings, a list of token ids, "

@@ -112,6 +112,8 @@ COMPLETIONS_ONLY: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [99999999]}, "prompt", "vocabulary"),
     ({"prompt": [-1]}, "prompt", "vocabulary"),
     ({"prompt": "x" * 5000}, "prompt", "4096"),
+    ({"prompt": ["x"] * 4097}, "prompt", "4096 choices"),
+    ({"prompt": [[1]] * 33, "n": 128}, "prompt", "4096 choices"),
     ({"best_of": 3}, "best_of", "equals n"),
     ({"suffix": "end"}, "suffix", "not supported"),
     ({"messages": HELLO}, "messages", "only supported by /v1/chat/completions"),
