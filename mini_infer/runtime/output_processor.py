@@ -1,31 +1,22 @@
-"""From the scheduler's token ids to text: deltas, finished outputs, log-probabilities, metrics."""
+"""From the scheduler's token ids to text: deltas and finished outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mini_infer.core.events import (
-    Answered,
-    ChunkScheduled,
-    Event,
-    EventStream,
-    Finished,
-    Preempted,
-    Queued,
-    RequestEvent,
-    TokensEmitted,
-)
+from mini_infer.core.events import Answered, EventStream
 from mini_infer.core.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
     RequestDelta,
-    RequestMetrics,
     RequestOutput,
     RequestUpdate,
     TokenLogprobs,
 )
 from mini_infer.runtime.detokenizer import IncrementalDetokenizer
 from mini_infer.runtime.input_processor import ProcessedRequest
+from mini_infer.runtime.logprobs import LogprobRenderer
+from mini_infer.runtime.request_metrics import RequestMetricsObserver
 from mini_infer.runtime.stop_strings import StopStringMatcher
 from mini_infer.runtime.tokenizer import Tokenizer
 
@@ -57,8 +48,6 @@ class _Choice:
     detokenizer: IncrementalDetokenizer
     matcher: StopStringMatcher
     texts: list[str] = field(default_factory=list)
-    finished_time: float | None = None
-    """When the scheduler ended it; None while a stop string or an abort is ahead of that."""
 
 
 class OutputProcessor:
@@ -73,9 +62,8 @@ class OutputProcessor:
         self._events = events
         self._parents: dict[str, _Parent] = {}
         self._choices: dict[str, _Choice] = {}
-        self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
-        """Text and bytes of the tokens that log-probabilities showed: at most the vocabulary."""
-        events.subscribe(self._observe)
+        self._renderer = LogprobRenderer(tokenizer)
+        self._metrics = RequestMetricsObserver(events)
 
     @property
     def num_unfinished(self) -> int:
@@ -90,7 +78,7 @@ class OutputProcessor:
             prompt=processed.prompt,
             prompt_token_ids=processed.prompt_token_ids,
             outputs=[CompletionOutput(index) for index in range(params.n)],
-            metrics=RequestMetrics(queued_time=self._events.now()),
+            metrics=self._metrics.add([request.request_id for request in processed.requests]),
             finished=False,
         )
         parent = _Parent(processed, output, params.n)
@@ -202,6 +190,7 @@ class OutputProcessor:
         choice.completion.finish_reason = finish_reason
         choice.completion.stop_reason = stop_reason
         del self._choices[child_id]
+        self._metrics.end(child_id)
         self._events.emit(Answered(self._events.now(), child_id, finish_reason))
         parent = choice.parent
         parent.num_unfinished -= 1
@@ -209,10 +198,6 @@ class OutputProcessor:
             return None
         del self._parents[parent.processed.request_id]
         parent.output.finished = True
-        finished_time = choice.finished_time
-        parent.output.metrics.finished_time = (
-            self._events.now() if finished_time is None else finished_time
-        )
         return parent.output
 
     def _logprobs(
@@ -223,7 +208,7 @@ class OutputProcessor:
     ) -> tuple[dict[int, Logprob], ...]:
         if completion.logprobs is None or num_top is None:
             return ()
-        shown = tuple(self._show(position, num_top) for position in positions)
+        shown = tuple(self._renderer.render(position, num_top) for position in positions)
         completion.logprobs.extend(shown)
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
             position.logprob for position in positions
@@ -242,47 +227,7 @@ class OutputProcessor:
         ):
             return None
         parent.output.prompt_logprobs = [
-            None if position is None else self._show(position, num_top)
+            None if position is None else self._renderer.render(position, num_top)
             for position in update.prompt_logprobs
         ]
         return parent.output.prompt_logprobs
-
-    def _show(self, position: TokenLogprobs, num_top: int) -> dict[int, Logprob]:
-        """The token that stands there first, then the likeliest ones."""
-        shown = {
-            position.token_id: self._logprob(position.token_id, position.logprob, position.rank)
-        }
-        for rank, (token_id, logprob) in enumerate(position.top[:num_top], start=1):
-            shown.setdefault(token_id, self._logprob(token_id, logprob, rank))
-        return shown
-
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        spelling = self._spellings.get(token_id)
-        if spelling is None:
-            data = self._tokenizer.token_bytes(token_id)
-            spelling = (data.decode("utf-8", errors="replace"), tuple(data))
-            self._spellings[token_id] = spelling
-        return Logprob(logprob, rank, *spelling)
-
-    def _observe(self, event: Event) -> None:
-        """Fills metrics: a request's are its choices' first and last milestones."""
-        if not isinstance(event, RequestEvent):
-            return
-        choice = self._choices.get(event.request_id)
-        if choice is None:
-            return
-        metrics = choice.parent.output.metrics
-        if isinstance(event, TokensEmitted):
-            if metrics.first_token_time is None:
-                metrics.first_token_time = event.time
-            metrics.last_token_time = event.time
-        elif isinstance(event, ChunkScheduled):
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = event.time
-        elif isinstance(event, Queued):
-            if choice.completion.index == 0:
-                metrics.queued_time = event.time
-        elif isinstance(event, Preempted):
-            metrics.num_preemptions += 1
-        elif isinstance(event, Finished):
-            choice.finished_time = event.time

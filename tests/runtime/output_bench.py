@@ -74,3 +74,4 @@ class Bench:
         assert self.processor.num_unfinished == 0
         assert not self.processor._choices
         assert not self.processor._parents
+        assert not self.processor._metrics._choices

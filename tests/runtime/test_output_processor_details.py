@@ -3,14 +3,16 @@
 import pytest
 
 from mini_infer.core.events import (
+    Answered,
     ChunkScheduled,
+    Event,
     Finished,
     Preempted,
     Queued,
     StepCompleted,
     TokensEmitted,
 )
-from mini_infer.core.outputs import TokenLogprobs
+from mini_infer.core.outputs import FinishReason, TokenLogprobs
 from tests.runtime.output_bench import EOS, PROMPT, Bench
 
 
@@ -100,6 +102,7 @@ def test_metrics_come_from_the_events(bench: Bench) -> None:
     assert metrics.time_to_first_token == 4.0
     assert metrics.finished_time == 9.0
     assert metrics.num_preemptions == 1
+    bench.assert_empty()
 
 
 def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
@@ -118,3 +121,31 @@ def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
     assert deltas[0].output is not None
     metrics = deltas[0].output.metrics
     assert (metrics.queued_time, metrics.first_token_time, metrics.finished_time) == (1.0, 3.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "told"),
+    [("a.", "length", "stop"), ("a.", None, "stop"), ("ab", "length", "length")],
+)
+def test_the_reason_that_the_caller_is_told_is_an_event(
+    bench: Bench, text: str, finish: FinishReason | None, told: FinishReason
+) -> None:
+    """The last token that is allowed may complete a stop string, which the scheduler can't see."""
+    seen: list[Event] = []
+    bench.events.subscribe(seen.append)
+    bench.add(stop=["."])
+    bench.update(text[0])
+    bench.update(text[1], finish)
+    assert bench.choice.finish_reason == told
+    assert seen == [Answered(0.0, "r", told)]
+
+
+def test_each_choice_is_answered_once(bench: Bench) -> None:
+    seen: list[Event] = []
+    bench.events.subscribe(seen.append)
+    first, second = bench.add(n=2)
+    bench.update("a", "length", request_id=second)
+    bench.processor.abort("r")
+    bench.update("a", "length", request_id=first)
+    assert seen == [Answered(0.0, second, "length"), Answered(0.0, first, "abort")]
+    bench.assert_empty()
