@@ -72,14 +72,14 @@ class ModelConfig:
         Raises:
             UnsupportedModelError: a field is missing, malformed or asks for what isn't implemented.
         """
-        architectures = config.get("architectures") or []
-        if not architectures:
+        architectures = config.get("architectures")
+        if not architectures or not isinstance(architectures, list | tuple):
             raise UnsupportedModelError("config.json names no 'architectures'")
         try:
             return _from_dict(cls, str(architectures[0]), config, generation_config or {})
         except KeyError as error:
             raise UnsupportedModelError(f"config.json lacks {error.args[0]!r}") from None
-        except (TypeError, ValueError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise UnsupportedModelError(f"config.json is malformed: {error}") from None
 
     @property
@@ -217,27 +217,34 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig
         raise UnsupportedModelError(f"rotary scaling {rope_type!r} is not supported, only {known}")
     if float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
         raise UnsupportedModelError("partial rotary embedding is not supported")
-    original = scaling.get("original_max_position_embeddings") or max_position_embeddings
-    factor = scaling.get("factor") or (
-        max_position_embeddings / original if rope_type == "yarn" else 1
-    )
-
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if not (0 < theta < math.inf and 0 < float(factor) < math.inf):
-        raise ValueError(f"rotary theta {theta} and factor {factor} must be above 0")
+    original = max_position_embeddings
+    if scaling.get("original_max_position_embeddings") is not None:
+        original = _size(scaling, "original_max_position_embeddings")
 
     def optional(name: str) -> float | None:
         return None if scaling.get(name) is None else float(scaling[name])
 
+    def number(name: str, default: float | None, above: float = 0.0) -> float:
+        value = default if scaling.get(name) is None else scaling[name]
+        if value is None:
+            raise ValueError(f"rotary scaling {rope_type!r} lacks its {name!r}")
+        if not above < float(value) < math.inf:
+            raise ValueError(f"rotary {name} must be a number above {above}, got {value}")
+        return float(value)
+
+    # Only YaRN knows its factor otherwise, from its two lengths.
+    factors = {"default": 1.0, "yarn": max_position_embeddings / original}
+    low = number("low_freq_factor", 1.0)
+
     return RopeConfig(
-        theta=theta,
+        theta=number("rope_theta", config.get("rope_theta") or 10000.0, above=1.0),
         rope_type=rope_type,
-        factor=float(factor),
-        original_max_position_embeddings=int(original),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        factor=number("factor", factors.get(rope_type)),
+        original_max_position_embeddings=original,
+        low_freq_factor=low,
+        high_freq_factor=number("high_freq_factor", 4.0, above=low),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
         attention_factor=optional("attention_factor"),
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),

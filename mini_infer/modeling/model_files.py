@@ -68,7 +68,9 @@ def load_model_config(files: ModelFiles) -> ModelConfig:
     """
     generation_config = files.folder / "generation_config.json"
     config = read_json_object(files.folder / "config.json")
-    for architecture in config.get("architectures") or ():
+    architectures = config.get("architectures")
+    # First, or an unknown architecture would be told which fields it lacks.
+    for architecture in architectures if isinstance(architectures, list) else ():
         check_supported(str(architecture))
     return ModelConfig.from_dict(
         config,

@@ -17,6 +17,7 @@ BASE = {
     "rms_norm_eps": 1e-5,
 }
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
 
 
@@ -125,6 +126,17 @@ def test_a_window_that_no_layer_uses_is_none() -> None:
         ({"vocab_size": "many"}, "malformed"),
         ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"architectures": "LlamaForCausalLM"}, "names no 'architectures'"),
+        ({"architectures": 1}, "names no 'architectures'"),
+        ({"eos_token_id": float("inf")}, "malformed"),
+        ({"rope_scaling": "linear"}, "malformed"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' lacks its 'factor'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' lacks its 'factor'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "'llama3' lacks its 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a number above 0"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}}, "original_max"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": -1}}, "beta_slow"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(
