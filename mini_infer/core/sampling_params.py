@@ -56,7 +56,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
-    """Words that are never completed: their last token is masked once the others stand."""
+    """Words that are never completed: their last token is masked once the others stand. At most
+    ``MAX_BAD_WORDS``, of at most ``MAX_TOKENS_PER_BAD_WORD`` tokens each."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
