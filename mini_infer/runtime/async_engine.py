@@ -226,9 +226,9 @@ class AsyncEngine:
                 rejections, self._rejections = self._rejections, []
                 if (deltas or rejections) and not _call(loop, self._deliver, deltas, rejections):
                     break
-        except Exception as error:
+        except Exception:
             logger.exception("the engine failed")
-            death = f"the engine failed ({type(error).__name__}: {error}); restart it"
+            death = "the engine failed, the server's log says why: restart it"
         self._death = death
         _call(loop, self._fail_all, death)
         self._engine.shutdown()

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from mini_infer.core.errors import InvalidRequestError, MiniInferError
+from mini_infer.core.errors import InvalidRequestError, StepError
 from mini_infer.core.outputs import RequestDelta, RequestOutput
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine import LLMEngine
@@ -16,10 +16,6 @@ from mini_infer.runtime.input_processor import ProcessedRequest
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-
-
-class StepError(MiniInferError):
-    """A model step raised while one of the caller's requests was in it."""
 
 
 class LLM:

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from mini_infer import LLM, SamplingParams
-from mini_infer.core.errors import InvalidConfigError, InvalidRequestError, PromptTooLongError
+from mini_infer.core.errors import (
+    InvalidConfigError,
+    InvalidRequestError,
+    PromptTooLongError,
+    StepError,
+)
 from mini_infer.core.outputs import RequestDelta
-from mini_infer.runtime.llm import StepError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
