@@ -1,7 +1,9 @@
 """pyproject.toml, constraints.txt, Makefile and the continuous integration agree."""
 
+import ast
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,6 +19,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["dev"]]
 
+BROUGHT_ALONG = {
+    "starlette": "fastapi",
+    "pydantic": "fastapi",
+    "anyio": "fastapi",
+    "triton": "torch",
+}
+"""Packages that are part of how another one is used, by their name in an import."""
+
 
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -28,6 +38,33 @@ def pins() -> dict[str, str]:
 def test_every_requirement_has_a_tested_version_that_it_allows(text: str) -> None:
     requirement = Requirement(text)
     assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+def test_what_is_imported_is_required() -> None:
+    """The package imports what it or an extra for users requires; tests may use ``dev`` as well."""
+    for_users = [*PROJECT["dependencies"], *EXTRAS["serve"]]
+    ours = {"mini_infer", "tests", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))}
+    for folder, requirements in (
+        ("mini_infer", for_users),
+        ("tests", REQUIREMENTS),
+        ("benchmarks", REQUIREMENTS),
+    ):
+        required = {canonicalize_name(Requirement(text).name) for text in requirements}
+        for path in (ROOT / folder).rglob("*.py"):
+            others = imported_names(path) - sys.stdlib_module_names - ours
+            packages = {canonicalize_name(BROUGHT_ALONG.get(name, name)) for name in others}
+            assert packages <= required, path
+
+
+def imported_names(path: Path) -> set[str]:
+    """First parts of all that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 def test_pins_are_exact_and_without_local_builds() -> None:
