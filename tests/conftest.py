@@ -1,9 +1,16 @@
 """Fixtures of the whole suite."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Triton's kernels run in its interpreter where there is no GPU. It looks when it is imported, which
+# other libraries do too: so before any of them.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A shared machine may pause at any moment: an example's time says nothing about the code.
 settings.register_profile("mini-infer", deadline=None, print_blob=True)

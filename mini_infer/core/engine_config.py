@@ -14,7 +14,7 @@ AUTO = "auto"
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
-AttentionBackend = Literal["torch"]
+AttentionBackend = Literal["torch", "triton"]
 DEFAULT_MODEL = "smollm2-135m"
 MAX_NUM_SEQS = 2**16
 MAX_NUM_KV_BLOCKS = 2**24
@@ -58,7 +58,9 @@ class EngineConfig:
     )
     device: Device = option(AUTO, "Where the model runs.", choices=("cpu", "cuda"))
     attention_backend: AttentionBackend = option(
-        AUTO, "Implementation of paged attention.", choices=("torch",)
+        AUTO,
+        "Paged attention: triton (default on a GPU) or torch (reference; the only one on a CPU).",
+        choices=("torch", "triton"),
     )
     max_model_len: int = option(
         AUTO, "Longest prompt plus output, in tokens; by default the model's.", kind=int

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mini_infer.core.engine_config import AttentionBackend
 from mini_infer.kernels.cpu_attention import RowGroup, group_rows
 
 
@@ -25,6 +26,8 @@ class AttentionMetadata:
     query_lens: tuple[int, ...]
     """Host copies of the rows' lengths."""
     context_lens: tuple[int, ...]
+    backend: AttentionBackend = "torch"
+    """Which implementation attends on a GPU. On a CPU there is one."""
     _groups: list[RowGroup] = field(default_factory=list, init=False, repr=False)
 
     def row_groups(self, block_size: int) -> list[RowGroup]:

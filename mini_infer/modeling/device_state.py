@@ -42,6 +42,7 @@ class DeviceState:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         num_slots = config.max_num_seqs
         self.block_size = config.block_size
+        self._attention_backend = config.attention_backend
         self.device = device
         self.token_table = torch.zeros(
             num_slots, config.max_model_len, dtype=torch.int64, device=device
@@ -123,6 +124,7 @@ class DeviceState:
             max_seqlen_k=max_context,
             query_lens=tuple(query_lens),
             context_lens=tuple(context_lens),
+            backend=self._attention_backend,
         )
         sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
         return StepInputs(

@@ -4,6 +4,7 @@ torch is imported only when a real model is asked for.
 """
 
 import difflib
+import importlib.util
 import logging
 import re
 from collections.abc import Mapping
@@ -145,8 +146,7 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
         given["dtype"] = _fastest_dtype(given["device"], model_config)
     if given["load_format"] == AUTO:
         given["load_format"] = "gguf" if files.weights.suffix == ".gguf" else "safetensors"
-    if given["attention_backend"] == AUTO:
-        given["attention_backend"] = "torch"
+    given["attention_backend"] = _attention_backend(given["attention_backend"], given["device"])
     _resolve_lengths(given, model_config)
     if given["kv_cache_memory"] == AUTO:
         given["kv_cache_memory"] = _default_kv_memory(given, model_config)
@@ -167,6 +167,21 @@ def _fastest_dtype(device: str, model_config: ModelConfig) -> str:
     from mini_infer.kernels.cpu_linear import has_float16_products
 
     return "float16" if has_float16_products() else "float32"
+
+
+def _attention_backend(asked: str, device: str) -> str:
+    has_triton = importlib.util.find_spec("triton") is not None
+    if asked == AUTO:
+        return "triton" if device == "cuda" and has_triton else "torch"
+    if asked == "triton" and device != "cuda":
+        raise InvalidConfigError(
+            "attention_backend 'triton' needs a GPU: leave it at auto, or give device 'cuda'"
+        )
+    if asked == "triton" and not has_triton:
+        raise InvalidConfigError(
+            "attention_backend 'triton' needs the package triton: pip install triton"
+        )
+    return asked
 
 
 def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:

@@ -1,0 +1,29 @@
+"""What a launch needs to know about the device."""
+
+import functools
+
+import torch
+
+INTERPRETED_SMS = 4
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Processors of a GPU; Triton's interpreter on a CPU gets a few, so that it splits too."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Has the device programmatic dependent launch: a kernel that starts beside its predecessor?
+
+    Such a kernel must wait (``gdc_wait``) before it reads what the predecessor writes.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``."""
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,140 @@
+"""Attention of long chunks: tiles of queries against tiles of keys on the tensor cores.
+
+FlashAttention (arXiv 2205.14135, 2307.08691) over a block table. The query heads that share a
+key-value head are folded into the rows of a tile, so keys are loaded once for all of them.
+"""
+
+import triton
+import triton.language as tl
+
+from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids
+
+
+@triton.jit(do_not_specialize=["table_stride", "query_limit", "num_rows"])
+def tiled_kernel(
+    q_ptr,
+    k_cache,
+    v_cache,
+    out_ptr,
+    cu_seqlens_q,
+    seqlens_k,
+    block_table,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    scale_log2,
+    query_limit,
+    num_rows,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    window: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+):
+    """One tile of one row's queries. Grid: (key-value heads, T // tile_tokens + R).
+
+    A row of length L has cdiv(L, tile_tokens) tiles. ``cu_seqlens_q[r] // tile_tokens + r`` is at
+    or behind the end of row r - 1's, so it serves as row r's first tile, and no list of tiles has
+    to be made or sent; the few tiles too many find nothing to do.
+    """
+    tile_tokens: tl.constexpr = tile_rows // group
+    kv_head = tl.program_id(0)
+    # The last tiles of a chunk see the most keys: they start first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    low, high = 0, num_rows
+    while high - low > 1:  # the last row whose first tile is at or before this one
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_q + middle).to(tl.int32) // tile_tokens + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    begin = tl.load(cu_seqlens_q + low).to(tl.int32)
+    query_len = tl.load(cu_seqlens_q + low + 1).to(tl.int32) - begin
+    first_token = (tile - begin // tile_tokens - low) * tile_tokens
+    if query_len <= query_limit or first_token >= query_len:
+        return  # a short query is split_attention's
+    context = tl.load(seqlens_k + low).to(tl.int32)
+
+    rows = tl.arange(0, tile_rows)
+    dims = tl.arange(0, padded_dim)
+    token = first_token + rows // group
+    head = kv_head * group + rows % group
+    is_query = (token < query_len) & (rows < tile_tokens * group)
+    inside = is_query[:, None] & (dims[None, :] < head_dim)
+    query = (begin + token).to(tl.int64) * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + query[:, None] + dims[None, :], mask=inside, other=0.0)
+    position = context - query_len + token
+
+    first_position = context - query_len + first_token
+    end = tl.minimum(first_position + tile_tokens, context)
+    start = 0
+    if window > 0:
+        start = tl.maximum(first_position - window + 1, 0)
+        seen_by_all = start
+    else:
+        seen_by_all = (first_position + 1) // tile_keys * tile_keys
+    k_head = k_cache + kv_head * head_stride
+    v_head = v_cache + kv_head * head_stride
+    table = block_table + tl.cast(low, tl.int64) * table_stride
+    # Loaded a tile ahead, so that the address of a key is known when its load is due.
+    blocks = block_ids(table, start, end, block_size, tile_keys)
+    acc = tl.zeros([tile_rows, padded_dim], tl.float32)
+    row_sum = tl.zeros([tile_rows], tl.float32)
+    row_max = tl.full([tile_rows], float("-inf"), tl.float32)
+    for first_key in range(start, seen_by_all, tile_keys):
+        next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
+        acc, row_sum, row_max = attend_tile(
+            acc,
+            row_sum,
+            row_max,
+            q,
+            position,
+            blocks,
+            first_key,
+            end,
+            k_head,
+            v_head,
+            block_stride,
+            token_stride,
+            scale_log2,
+            window,
+            block_size,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            False,
+        )
+        blocks = next_blocks
+    for first_key in range(seen_by_all, end, tile_keys):
+        next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
+        acc, row_sum, row_max = attend_tile(
+            acc,
+            row_sum,
+            row_max,
+            q,
+            position,
+            blocks,
+            first_key,
+            end,
+            k_head,
+            v_head,
+            block_stride,
+            token_stride,
+            scale_log2,
+            window,
+            block_size,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            True,
+        )
+        blocks = next_blocks
+    target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim
+    out = (acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target[:, None] + dims[None, :], out, mask=inside)

@@ -1,0 +1,105 @@
+"""Paged attention on a GPU at real sizes: fresh random inputs, float64, poisoned outputs."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.kernels.triton import attention
+from tests.kernels.paged_batches import metadata
+
+DEVICE = torch.device("cuda")
+BLOCK = 16
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+HEADS = [(28, 4, 128), (16, 8, 128), (9, 3, 64), (8, 2, 80), (6, 2, 96), (8, 2, 256)]
+STEPS = {
+    "one long decode": ([1], [33_000]),
+    "decodes": ([1] * 5, [3, 700, 64, 65, 5000]),
+    "drafts": ([5, 3, 8], [1000, 2000, 8]),
+    "chunks beside decodes": ([300, 1, 4, 77], [300, 9000, 129, 777]),
+}
+
+
+def on_gpu(meta: AttentionMetadata) -> AttentionMetadata:
+    return AttentionMetadata(
+        meta.cu_seqlens_q.to(DEVICE),
+        meta.seqlens_k.to(DEVICE),
+        meta.block_table.to(DEVICE),
+        meta.slot_mapping.to(DEVICE),
+        meta.max_query_len,
+        meta.max_seqlen_k,
+        meta.query_lens,
+        meta.context_lens,
+    )
+
+
+def poison_free_memory() -> None:
+    """What the allocator hands out next is full of NaN: an element left unwritten shows."""
+    torch.full((64 << 20,), math.nan, device=DEVICE)
+
+
+def exact(q: Tensor, pair: Tensor, meta: AttentionMetadata, window: int | None) -> Tensor:
+    """Row by row in float64."""
+    heads = pair.shape[2] // 2
+    group, out, begin = q.shape[1] // heads, [], 0
+    for row, (length, context) in enumerate(zip(meta.query_lens, meta.context_lens, strict=True)):
+        blocks = meta.block_table[row, : -(-context // BLOCK)].long()
+        kv = pair[blocks].flatten(0, 1)[:context].double()
+        query = q[begin : begin + length].double().unflatten(1, (heads, group))
+        scores = torch.einsum("qhgd,khd->hgqk", query, kv[:, :heads]) * q.shape[2] ** -0.5
+        age = torch.arange(context - length, context, device=DEVICE)[:, None]
+        age = age - torch.arange(context, device=DEVICE)
+        hidden = (age < 0) | (age >= (window or context))
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out.append(torch.einsum("hgqk,khd->qhgd", weights, kv[:, heads:]).flatten(1, 2))
+        begin += length
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "window"), [*((heads, None) for heads in HEADS), (HEADS[0], 100)], ids=str
+)
+def test_against_float64(
+    heads: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator()
+    generator.seed()  # fresh inputs in every run
+    for query_lens, context_lens in STEPS.values():
+        meta = on_gpu(metadata(query_lens, context_lens, BLOCK, generator))
+        num_blocks = sum(-(-context // BLOCK) for context in context_lens)
+        shape = (num_blocks, BLOCK, 2 * num_kv_heads, head_dim)
+        pair = torch.randn(shape, device=DEVICE, dtype=dtype)
+        q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=dtype)
+        poison_free_memory()
+        caches = pair[:, :, :num_kv_heads], pair[:, :, num_kv_heads:]
+        out = attention.paged_attention(q, *caches, meta, head_dim**-0.5, window)
+        expected = exact(q, pair, meta, window)
+        error = (out.double() - expected).norm() / expected.norm()
+        assert error < TOLERANCE[dtype], f"{query_lens} {context_lens}: {error}"
+
+
+def test_a_graph_of_the_longest_context_serves_shorter_ones() -> None:
+    """Captured once; then contexts and block tables change in place, as a decode step's do."""
+    generator = torch.Generator().manual_seed(0)
+    captured = on_gpu(metadata([1, 1], [4096, 4096], BLOCK, generator))
+    pair = torch.randn(512, BLOCK, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(2, 28, 128, device=DEVICE, dtype=torch.bfloat16)
+    arguments = (q, pair[:, :, :4], pair[:, :, 4:], captured, 128**-0.5)
+    attention.paged_attention(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.paged_attention(*arguments)
+    for contexts in ([4096, 4096], [1, 700], [130, 64]):
+        step = on_gpu(metadata([1, 1], contexts, BLOCK, generator))
+        captured.seqlens_k.copy_(step.seqlens_k)
+        captured.block_table.zero_()
+        captured.block_table[:, : step.block_table.shape[1]] = step.block_table
+        q.normal_()
+        out.fill_(math.nan)
+        graph.replay()
+        expected = exact(q, pair, step, None)
+        assert (out.double() - expected).norm() / expected.norm() < TOLERANCE[q.dtype]

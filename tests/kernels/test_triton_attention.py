@@ -1,0 +1,125 @@
+"""Paged attention in Triton against float64: every branch at sizes that the interpreter can do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mini_infer.kernels import reference
+from tests.kernels.paged_batches import POISON, PagedBatch, Shape, paged_batch
+from tests.kernels.triton_device import DEVICE
+
+triton_attention = pytest.importorskip("mini_infer.kernels.triton.attention")
+
+STEPS = {
+    "one decode": ([1], [9]),
+    "first token": ([1], [1]),
+    "decodes far apart": ([1, 1, 1], [3, 300, 131]),
+    "drafts": ([3, 2], [140, 12]),
+    "most drafts": ([8], [70]),
+    "whole prompt": ([13], [13]),
+    "later chunk over several tiles": ([90], [160]),
+    "prompts side by side": ([9, 33, 70], [9, 40, 70]),
+    "chunks beside decodes and drafts": ([1, 20, 3, 1, 70], [33, 40, 66, 129, 70]),
+}
+SHAPES = [
+    Shape(num_heads=4, num_kv_heads=2, head_dim=16, block_size=16),
+    Shape(num_heads=7, num_kv_heads=1, head_dim=64, block_size=16),
+    Shape(num_heads=2, num_kv_heads=2, head_dim=80, block_size=1, interleaved=False),
+    Shape(num_heads=6, num_kv_heads=2, head_dim=96, block_size=4),
+]
+
+
+def on_device(batch: PagedBatch, dtype: torch.dtype = torch.float32) -> PagedBatch:
+    """The batch on the tests' device, with the strides that its caches have."""
+    meta = replace(
+        batch.meta,
+        **{
+            name: getattr(batch.meta, name).to(DEVICE)
+            for name in ("cu_seqlens_q", "seqlens_k", "block_table", "slot_mapping")
+        },
+    )
+    heads = batch.k_cache.shape[2]
+    pair = torch.cat((batch.k_cache, batch.v_cache), dim=2).to(DEVICE, dtype)
+    caches = pair[:, :, :heads], pair[:, :, heads:]
+    if batch.k_cache.is_contiguous():
+        caches = caches[0].contiguous(), caches[1].contiguous()
+    return PagedBatch(batch.q.to(DEVICE, dtype), *caches, meta, batch.scale)
+
+
+def check(batch: PagedBatch, window: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+    batch = on_device(batch, dtype)
+    out = triton_attention.paged_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.meta, batch.scale, window
+    )
+    exact = batch.in_dtype(torch.float64)
+    expected = reference.paged_attention(
+        exact.q, exact.k_cache, exact.v_cache, exact.meta, exact.scale, window
+    )
+    assert out.dtype == dtype
+    assert out.abs().max() < POISON / 1000, "an unwritten slot was looked at"
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
+def test_every_mix_of_lengths(lengths: tuple[list[int], list[int]]) -> None:
+    check(paged_batch(*lengths, SHAPES[0]))
+
+
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("window", [1, 5, 64])
+def test_sliding_windows(lengths: tuple[list[int], list[int]], window: int) -> None:
+    check(paged_batch(*lengths, SHAPES[0]), window)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda s: f"{s.num_heads} heads of {s.head_dim}")
+def test_shapes_of_heads_and_blocks(shape: Shape) -> None:
+    check(paged_batch([1, 20, 3], [70, 40, 21], shape))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("query_len", [1, 12])
+def test_large_heads(head_dim: int, query_len: int) -> None:
+    shape = Shape(num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=16)
+    check(paged_batch([query_len], [75], shape))
+
+
+@pytest.mark.parametrize("query_len", [1, 12])
+def test_half_precision(query_len: int) -> None:
+    """Bfloat16, whose products the interpreter gets wrong, is among the GPU's tests."""
+    check(paged_batch([query_len, 1], [75, 30], SHAPES[1]), dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_context", "num_splits", "tile_keys"),
+    [
+        pytest.param(4, 32768, 33, 128, id="one request: every processor works"),
+        pytest.param(4, 1024, 8, 128, id="never more splits than tiles"),
+        pytest.param(80, 32768, 3, 64, id="two narrow programs where one wide would leave gaps"),
+        pytest.param(128, 1024, 1, 128, id="a batch that fills the card is left whole"),
+        pytest.param(4096, 32768, 1, 64, id="and so is a larger one"),
+        pytest.param(1, 10**6, 128, 128, id="no more splits than are reduced at once"),
+    ],
+)
+def test_splits_come_from_counts_and_the_longest_context(
+    num_programs: int, max_context: int, num_splits: int, tile_keys: int
+) -> None:
+    plan = triton_attention.plan_splits(num_programs, 7, max_context, 256, 132)
+    assert (plan.num_splits, plan.tiles.keys) == (num_splits, tile_keys)
+
+
+def test_more_splits_than_a_row_has_tiles() -> None:
+    """A graph is captured for the longest context: shorter rows leave splits empty."""
+    batch = paged_batch([1, 1], [70, 3], SHAPES[0])
+    meta = replace(batch.meta, max_seqlen_k=4096)
+    check(PagedBatch(batch.q, batch.k_cache, batch.v_cache, meta, batch.scale))
+
+
+def test_queries_may_be_a_slice_of_the_packed_projection() -> None:
+    batch = on_device(paged_batch([1, 11], [40, 11], SHAPES[0]))
+    packed = torch.randn(12, 8, 16, device=DEVICE)
+    packed[:, 2:6] = batch.q
+    arguments = (batch.k_cache, batch.v_cache, batch.meta, batch.scale)
+    out = triton_attention.paged_attention(packed[:, 2:6], *arguments)
+    assert torch.equal(out, triton_attention.paged_attention(batch.q, *arguments))

@@ -1,0 +1,38 @@
+"""Which implementation of attention ``auto`` becomes, and what is said where one can't be had."""
+
+import importlib.util
+
+import pytest
+
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.runtime import resolve
+
+
+@pytest.fixture(params=[True, False], ids=["with Triton", "without Triton"])
+def has_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    found = importlib.util.spec_from_loader("triton", loader=None) if request.param else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("asked", ["auto", "torch"])
+def test_a_cpu_has_one(asked: str, has_triton: bool) -> None:
+    assert resolve._attention_backend(asked, "cpu") == "torch"
+
+
+def test_auto_on_a_gpu_is_triton_where_it_is_installed(has_triton: bool) -> None:
+    assert resolve._attention_backend("auto", "cuda") == ("triton" if has_triton else "torch")
+    assert resolve._attention_backend("torch", "cuda") == "torch"
+
+
+def test_triton_on_a_cpu_is_refused(has_triton: bool) -> None:
+    with pytest.raises(InvalidConfigError, match="needs a GPU"):
+        resolve._attention_backend("triton", "cpu")
+
+
+def test_triton_that_is_not_installed_is_named(has_triton: bool) -> None:
+    if has_triton:
+        assert resolve._attention_backend("triton", "cuda") == "triton"
+        return
+    with pytest.raises(InvalidConfigError, match="pip install triton"):
+        resolve._attention_backend("triton", "cuda")
