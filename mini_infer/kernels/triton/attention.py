@@ -1,13 +1,18 @@
 """Paged attention: which kernel takes which rows, with which tiles."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mini_infer.kernels.metadata import AttentionMetadata
-from mini_infer.kernels.triton.launch import num_sms, power_of_two, starts_early
+from mini_infer.kernels.triton.launch import (
+    num_sms,
+    power_of_two,
+    shared_memory,
+    starts_early,
+)
 from mini_infer.kernels.triton.split_attention import reduce_kernel, split_kernel
 from mini_infer.kernels.triton.tiled_attention import tiled_kernel
 
@@ -37,21 +42,39 @@ class SplitPlan:
     tiles: Tiles
 
 
-def long_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
-    """Tiles of ``tiled_kernel``."""
-    if head_dim * itemsize <= 256:
-        return Tiles(max(128, power_of_two(group)), 64, 8, 3)
-    return Tiles(max(64, power_of_two(group)), 32, 4, 2)
+def long_tiles(head_bytes: int, group: int, shared_memory: int) -> Tiles:
+    """Tiles of ``tiled_kernel``: the fastest of those tried on an H200, or what fits."""
+    rows = max(128 if head_bytes <= 512 else 64, power_of_two(group))
+    if head_bytes <= 256:
+        tiles = Tiles(rows, 64, num_warps=8, num_stages=3)
+    else:
+        tiles = Tiles(rows, 32, num_warps=8 if rows >= 128 else 4, num_stages=4)
+    return fit(tiles, head_bytes, shared_memory)
+
+
+def fit(tiles: Tiles, head_bytes: int, shared_memory: int) -> Tiles:
+    """Fewer stages, then fewer keys, until queries, keys and values of a program fit its memory."""
+    padded = power_of_two(head_bytes)
+    reserved = tiles.rows * padded + 1024
+    keys, stages = tiles.keys, tiles.num_stages
+    while reserved + 2 * keys * padded * stages > shared_memory and (stages > 2 or keys > 16):
+        if stages > 2:
+            stages -= 1
+        else:
+            keys //= 2
+    return replace(tiles, keys=keys, num_stages=stages)
 
 
 def plan_splits(
-    num_programs: int, num_queries: int, max_context: int, head_bytes: int, sms: int
+    num_programs: int, num_queries: int, max_context: int, head_bytes: int, sms: int, memory: int
 ) -> SplitPlan:
     """Enough programs to fill the card, never more to a context than it has tiles.
 
     ``num_programs`` is rows times key-value heads, ``num_queries`` tokens times heads of a group,
-    ``head_bytes`` the size of one key. Either each processor gets one program with wide tiles, or
-    two with narrow ones, which fills it more evenly; both keep about 64 KiB on the way from memory.
+    ``head_bytes`` the size of one key, ``memory`` what a program can share among its threads.
+    Either each of the ``sms`` processors gets one program with wide tiles, or two with narrow ones,
+    which fills it more evenly; both keep some 64 KiB on the way from memory. Where more programs
+    than that queue up, short tiles let them follow each other sooner.
 
     All of it is known on the host from counts and the longest context: no synchronisation, and a
     graph captured for the longest context is right for all shorter ones, whose rows cut themselves
@@ -62,9 +85,10 @@ def plan_splits(
     narrow_fill = narrow_splits * num_programs / (2 * sms)
     is_wide = wide_fill <= 1 and wide_fill >= narrow_fill - WIDE_BONUS and num_queries <= 16
     num_splits = wide_splits if is_wide else narrow_splits
-    most_keys = 128 if is_wide else 64
+    most_keys = 128 if is_wide else 64 if narrow_fill <= 1 else 32
     keys = max(16, min(most_keys, most_keys * 256 // power_of_two(head_bytes)))
     tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps=4, num_stages=3)
+    tiles = fit(tiles, head_bytes, memory)
     return SplitPlan(min(num_splits, -(-max_context // tiles.keys), MAX_SPLITS), tiles)
 
 
@@ -112,6 +136,7 @@ def _attend_short(
         context,
         head_dim * q.element_size(),
         num_sms(q.device),
+        shared_memory(q.device),
     )
     tiles, num_splits = plan.tiles, plan.num_splits
     early = starts_early(q.device)
@@ -180,7 +205,7 @@ def _attend_long(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_rows = k_cache.shape[2], len(meta.query_lens)
     group = num_heads // num_kv_heads
-    tiles = long_tiles(head_dim, group, q.element_size())
+    tiles = long_tiles(head_dim * q.element_size(), group, shared_memory(q.device))
     tiled_kernel[num_kv_heads, num_tokens // (tiles.rows // group) + num_rows](
         q,
         k_cache,

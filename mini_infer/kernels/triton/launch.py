@@ -5,6 +5,7 @@ import functools
 import torch
 
 INTERPRETED_SMS = 4
+INTERPRETED_SHARED_MEMORY = 227 * 1024
 
 
 @functools.cache
@@ -13,6 +14,14 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program can share among its threads."""
+    if device.type != "cuda":
+        return INTERPRETED_SHARED_MEMORY
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 @functools.cache
