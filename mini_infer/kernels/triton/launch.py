@@ -1,6 +1,7 @@
 """What a launch needs to know about the device."""
 
 import functools
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a program can share among its threads."""
     if device.type != "cuda":
         return INTERPRETED_SHARED_MEMORY
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack this property
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache
