@@ -24,7 +24,7 @@ def test_a_cache_beyond_the_free_memory(
     free = 10 * bytes_per_block(config, LAYOUT, torch.float32) - num_missing_bytes
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     if num_missing_bytes:
-        with pytest.raises(OutOfMemoryError, match="10 blocks.*lower kv_cache_memory"):
+        with pytest.raises(OutOfMemoryError, match=r"10 blocks.*lower kv_cache_memory"):
             allocate_kv_cache(config, LAYOUT, 10, torch.float32)
     else:
         caches = allocate_kv_cache(config, LAYOUT, 10, torch.float32)
