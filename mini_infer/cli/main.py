@@ -45,14 +45,14 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``mini-infer``: returns the exit code."""
-    return run(cli, arguments, "mini-infer")
+    return flush(run(cli, arguments, "mini-infer"))
 
 
 def serve_main(arguments: Sequence[str] | None = None) -> int:
     """``mini-infer-serve``: the same as ``mini-infer serve``."""
     from mini_infer.cli.serve import serve
 
-    return run(serve, arguments, "mini-infer-serve")
+    return flush(run(serve, arguments, "mini-infer-serve"))
 
 
 def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> int:
@@ -91,6 +91,21 @@ def run(command: click.Command, arguments: Sequence[str] | None, name: str) -> i
             1,
         )
     return result if isinstance(result, int) else 0
+
+
+def flush(exit_code: int) -> int:
+    """Writes out what the standard streams still hold, while a failure can still be told.
+
+    Left to Python's own flush at exit, a full disk ends any command with 120 and a traceback.
+    """
+    for stream, to_stderr in ((sys.stdout, True), (sys.stderr, False)):
+        try:
+            stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if to_stderr and not exit_code:
+                exit_code = fail(f"the system refused: {error}", 1)
+    return exit_code
 
 
 def prepare_streams() -> None:
