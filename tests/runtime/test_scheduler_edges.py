@@ -1,0 +1,104 @@
+"""Who enters, who is displaced, who is told: the scheduler's edges over the fake executor."""
+
+import pytest
+
+from mini_infer.core.errors import InvalidRequestError
+from mini_infer.core.events import Admitted, Event, Finished, Preempted
+from mini_infer.core.request import Request
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.policy import FirstComeFirstServed
+from tests.runtime.engine_tools import fake_engine, generate, greedy, run, step
+from tests.runtime.test_scheduler import oracle, prompt_of
+
+
+def test_two_prompts_that_fit_singly_but_not_together_enter_one_after_the_other() -> None:
+    engine = fake_engine(
+        num_kv_blocks=10, block_size=4, max_num_batched_tokens=6, enable_prefix_caching=False
+    )
+    events: list[Event] = []
+    engine.events.subscribe(events.append)
+    for name, seed in (("a", 0), ("b", 1)):
+        engine.add_request(name, prompt_of(24, seed), greedy(2, ignore_eos=True))
+    run(engine)
+    kinds = [type(e).__name__ + e.request_id for e in events if isinstance(e, Admitted | Finished)]
+    assert kinds == ["Admitteda", "Finisheda", "Admittedb", "Finishedb"]
+    assert not any(isinstance(event, Preempted) for event in events)
+
+
+def test_nobody_is_displaced_for_a_newcomer_who_could_not_enter_even_then() -> None:
+    engine = fake_engine(scheduling_policy="priority", num_kv_blocks=16, block_size=4)
+    events: list[Event] = []
+    engine.events.subscribe(events.append)
+    engine.add_request("high", prompt_of(36), greedy(20, ignore_eos=True), priority=0)
+    engine.add_request("low", prompt_of(4, 1), greedy(8, ignore_eos=True), priority=9)
+    for _ in range(2):
+        step(engine)
+    engine.add_request("new", prompt_of(36, 2), greedy(2, ignore_eos=True), priority=0)
+    outputs = run(engine)
+    assert outputs["low"].metrics.num_preemptions == 0
+    assert len(outputs) == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stop_string_ends_its_request_in_the_scheduler_too(depth: int) -> None:
+    engine = fake_engine(depth=depth)
+    events: list[Event] = []
+    engine.events.subscribe(events.append)
+    prompt = prompt_of(6)
+    letter = next(chr(t) for t in oracle(prompt, greedy(100, ignore_eos=True)) if 32 < t < 127)
+    engine.add_request("a", prompt, greedy(200, ignore_eos=True, stop=[letter]))
+    output = None
+    while output is None:
+        output = next((d.output for d in step(engine) if d.output is not None), None)
+    assert output.outputs[0].stop_reason == letter
+    assert "a" not in engine.scheduler
+    assert engine.scheduler.cache.num_used_blocks == 0
+    assert [event.reason for event in events if isinstance(event, Finished)] == ["stop"]
+    run(engine)
+
+
+def test_ids_of_choices_and_requests_are_kept_apart() -> None:
+    engine = fake_engine()
+    engine.add_request("a", prompt_of(4), SamplingParams(n=2, max_tokens=4))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.add_request("a#0", prompt_of(4), greedy(4))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.add_request("a", prompt_of(4), greedy(4))
+    assert set(run(engine)) == {"a"}
+
+
+def test_a_silent_abort_says_nothing_to_the_next_holder_of_the_id() -> None:
+    engine = fake_engine()
+    engine.add_request("a", prompt_of(4), greedy(30, ignore_eos=True))
+    step(engine)
+    engine.abort("a", silently=True)
+    engine.add_request("a", prompt_of(4, 1), greedy(3, ignore_eos=True))
+    assert run(engine)["a"].outputs[0].finish_reason == "length"
+
+
+def test_without_chunked_prefill_a_step_stays_within_what_buffers_are_made_for() -> None:
+    engine = fake_engine(enable_chunked_prefill=False, max_model_len=64, max_num_batched_tokens=64)
+    for index in range(6):
+        engine.add_request(str(index), prompt_of(2, index), greedy(30, ignore_eos=True))
+    step(engine)
+    engine.add_request("long", prompt_of(60, 9), greedy(2))
+    run(engine)
+    largest = max(batch.num_tokens for batch in engine._executor.batches)  # type: ignore[attr-defined]
+    assert 64 < largest <= engine.config.max_step_tokens
+
+
+class EqualKeys(FirstComeFirstServed):
+    def key(self, request: Request) -> tuple[int, ...]:
+        return (0,)
+
+
+def test_a_policy_whose_keys_are_equal_runs_in_order_of_arrival() -> None:
+    engine = fake_engine(
+        scheduling_policy="tests.runtime.test_scheduler_edges:EqualKeys", max_num_seqs=1
+    )
+    order: list[str] = []
+    engine.events.subscribe(
+        lambda event: order.append(event.request_id) if isinstance(event, Finished) else None
+    )
+    generate(engine, [prompt_of(3, i) for i in range(4)], greedy(2))
+    assert order == ["0", "1", "2", "3"]
