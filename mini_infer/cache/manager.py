@@ -64,13 +64,19 @@ class KVCacheManager:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def looks_up(self, request: Request) -> bool:
+        """Whether ``request`` may use cached prefixes at all.
+
+        Prompt log-probabilities need every position's logits, so such a request may not.
+        """
+        return self.enable_prefix_caching and request.params.prompt_logprobs is None
+
     def match_prefix(self, request: Request) -> PrefixMatch:
         """Looks up the longest cached prefix; changes nothing in the pool.
 
         The last token is never matched: its forward pass gives the logits that are sampled.
-        Prompt log-probabilities need every position's logits, so such a request matches nothing.
         """
-        if not self.enable_prefix_caching or request.params.prompt_logprobs is not None:
+        if not self.looks_up(request):
             return NO_MATCH
         hashes = self._hashes(request)
         block_ids: list[int] = []

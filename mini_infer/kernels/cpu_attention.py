@@ -1,8 +1,9 @@
 """Paged attention on a CPU: rows of equal query length go through one batched call.
 
-A decode batch is one group with one query a row, drafts to verify are a group with 1 + k, a chunk
-of a prompt is usually a group of its own. Nothing here asks for phases. What depends only on the
-step (which blocks, which keys are visible) is computed once and serves all layers.
+A decode batch has one query a row, drafts to verify have 1 + k, a chunk of a prompt is usually a
+group of its own; contexts too different to pad to each other part a group. Nothing here asks for
+phases. What depends only on the step (which blocks, which keys are visible) is computed once and
+serves all layers.
 """
 
 from collections.abc import Iterator, Sequence

@@ -279,9 +279,8 @@ class Scheduler:
         now, request_id = self.events.now(), request.request_id
         if request.num_cached_tokens is None:
             request.num_cached_tokens = prefix.num_tokens
-            looked_up = self.cache.enable_prefix_caching and request.params.prompt_logprobs is None
             num_prompt_tokens = request.num_prompt_tokens
-            num_queried_tokens = num_prompt_tokens if looked_up else 0
+            num_queried_tokens = num_prompt_tokens if self.cache.looks_up(request) else 0
             self.events.emit(
                 Admitted(now, request_id, num_prompt_tokens, prefix.num_tokens, num_queried_tokens)
             )
