@@ -1,7 +1,8 @@
-"""What paged attention needs to know about a step: an argument, never a global."""
+"""What a step's kernels need to know beside the tensors: arguments, never globals."""
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from mini_infer.core.engine_config import AttentionBackend
@@ -37,3 +38,30 @@ class AttentionMetadata:
                 group_rows(self.query_lens, self.context_lens, self.block_table, block_size)
             )
         return self._groups
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions of a step (arXiv 2104.09864): where each token stands, and all angles.
+
+    ``table [max_len, D]`` float32 holds per position D / 2 cosines, then D / 2 sines; ``positions
+    [T]`` int64. Kernels on a GPU look their rows up themselves.
+    """
+
+    table: Tensor
+    positions: Tensor
+    _rows: dict[torch.dtype, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``cos, sin``, each ``[T, 1, D]``: gathered once a step, used by every layer.
+
+        The first half of ``sin`` is negated: a head is rotated as
+        ``x * cos + swap_halves(x) * sin``.
+        """
+        if dtype not in self._rows:
+            rows = torch.nn.functional.embedding(self.positions, self.table).to(dtype)
+            cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+            self._rows[dtype] = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return self._rows[dtype]

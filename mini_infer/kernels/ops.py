@@ -13,7 +13,8 @@ from torch.nn import functional
 from mini_infer.kernels import reference
 from mini_infer.kernels.cpu_attention import grouped_attention
 from mini_infer.kernels.cpu_norm import cpu_rms_norm
-from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.kernels.metadata import AttentionMetadata, Rope
+from mini_infer.kernels.reference import Norm, QKNorm
 
 
 @functools.cache
@@ -38,15 +39,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ``reference.add_rms_norm``."""
-    if x.is_cuda and (kernels := gpu_kernels()):
-        result: tuple[Tensor, Tensor] = kernels.add_rms_norm(x, residual, weight, eps)
-        return result
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual
-
-
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See ``reference.silu_and_mul``."""
     if gate_up.is_cuda and (kernels := gpu_kernels()):
@@ -56,21 +48,95 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See ``reference.apply_rotary``."""
-    if x.is_cpu:
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-    if x.is_cuda and (kernels := gpu_kernels()):
-        result: Tensor = kernels.apply_rotary(x, cos, sin)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+) -> Tensor:
+    """See ``reference.linear``: one kernel for few rows, else a norm and the library's product."""
+    if (kernels := _skinny_kernels(x, weight)) is not None:
+        result: Tensor = kernels.linear(x, weight, bias, norm)
         return result
-    return reference.apply_rotary(x, cos, sin)
+    return functional.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
+
+
+def add_linear_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See ``reference.add_linear_``."""
+    if (kernels := _skinny_kernels(x, weight)) is not None:
+        result: Tensor = kernels.add_linear_(residual, x, weight, bias)
+        return result
+    if bias is None:
+        return residual.addmm_(x, weight.t())  # the product adds as it stores
+    return residual.add_(functional.linear(x, weight, bias))
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+) -> Tensor:
+    """See ``reference.gated_linear``."""
+    if (kernels := _skinny_kernels(x, weight)) is not None:
+        result: Tensor = kernels.gated_linear(x, weight, bias, norm)
+        return result
+    return silu_and_mul(linear(x, weight, bias, norm))
+
+
+def _skinny_kernels(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """The GPU's kernels, if they multiply so few rows faster than the library does."""
+    if x.is_cuda and (kernels := gpu_kernels()) and kernels.is_skinny(len(x), weight):
+        return kernels
+    return None
+
+
+def attend(
+    qkv: Tensor,
+    rope: Rope,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+    qk_norm: QKNorm | None = None,
+) -> Tensor:
+    """See ``reference.attend``."""
+    caches = k_cache, v_cache
+    if qkv.is_cpu:
+        return _attend_on_cpu(qkv, rope, *caches, meta, scale, sliding_window, qk_norm)
+    kernels = gpu_kernels()
+    if kernels is None:
+        return reference.attend(qkv, rope, *caches, meta, scale, sliding_window, qk_norm)
+    if meta.backend == "triton" and meta.max_query_len == 1:
+        result: Tensor = kernels.decode_attention(
+            qkv, rope, *caches, meta, scale, sliding_window, qk_norm
+        )
+        return result
+    q = kernels.rotary_and_write_kv(qkv, rope, *caches, meta.slot_mapping, qk_norm)
+    return paged_attention(q, *caches, meta, scale, sliding_window).flatten(1)
+
+
+def _attend_on_cpu(
+    qkv: Tensor,
+    rope: Rope,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    qk_norm: QKNorm | None,
+) -> Tensor:
+    num_kv_heads = k_cache.shape[2]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    qk, v = torch.split(qkv, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if qk_norm is not None:
+        q_weight, k_weight, eps = qk_norm
+        q, k = torch.split(qk, [num_heads, num_kv_heads], dim=1)
+        qk = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
+    cos, sin = rope.cos_sin(qk.dtype)
+    qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)  # queries and keys at once
+    q, k = torch.split(qk, [num_heads, num_kv_heads], dim=1)
+    write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+    return paged_attention(q, k_cache, v_cache, meta, scale, sliding_window).flatten(1)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """See ``reference.write_kv``."""
-    if k.is_cuda and (kernels := gpu_kernels()):
-        kernels.write_kv(k, v, k_cache, v_cache, slot_mapping)
-        return
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
 

@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.kernels.metadata import AttentionMetadata, Rope
+
+Norm = tuple[Tensor, float]
+"""Weight ``[size]`` and epsilon of a root-mean-square norm."""
+QKNorm = tuple[Tensor, Tensor, float]
+"""Weights ``[D]`` of the norms of query and key heads (arXiv 2302.05442), and their epsilon."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -13,10 +18,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * scale).to(x.dtype) * weight
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Residual add, then norm. Returns (normed, new residual)."""
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+) -> Tensor:
+    """``norm(x [T, K]) @ weight [N, K].T + bias [N] -> [T, N]``."""
+    return torch.nn.functional.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
+
+
+def add_linear_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Adds ``linear(x)`` to ``residual [T, N]`` in place, and returns it."""
+    return residual.add_(linear(x, weight, bias))
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+) -> Tensor:
+    """SwiGLU's first half: ``weight [2I, K]`` holds the gate's rows, then up's; ``-> [T, I]``."""
+    return silu_and_mul(linear(x, weight, bias, norm))
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -70,3 +88,30 @@ def paged_attention(
         scores = scores.masked_fill(~visible, float("-inf"))
         out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
     return out
+
+
+def attend(
+    qkv: Tensor,
+    rope: Rope,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+    qk_norm: QKNorm | None = None,
+) -> Tensor:
+    """Rotates a step's queries and keys, stores keys and values, attends.
+
+    ``qkv [T, H + 2 Hkv, D]`` is the packed projection: query heads, key heads, value heads.
+    Returns ``[T, H * D]``.
+    """
+    num_kv_heads = k_cache.shape[2]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if qk_norm is not None:
+        q_weight, k_weight, eps = qk_norm
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    cos, sin = rope.cos_sin(qkv.dtype)
+    q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+    write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+    return paged_attention(q, k_cache, v_cache, meta, scale, sliding_window).flatten(1)

@@ -3,36 +3,43 @@
 Letters in shapes: T tokens of the step, H query heads, Hkv key-value heads, D head size.
 """
 
-import torch
 from torch import Tensor
 
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
-from mini_infer.kernels.metadata import AttentionMetadata
-from mini_infer.modeling.layers import KVCache, Layer, Linear, PackedLinear, RMSNorm
-from mini_infer.modeling.rotary import Rope
+from mini_infer.kernels.metadata import AttentionMetadata, Rope
+from mini_infer.kernels.reference import QKNorm
+from mini_infer.modeling.layers import Layer, Linear, PackedLinear, RMSNorm
+
+KVCache = tuple[Tensor, Tensor]
+"""One layer's ``k_cache, v_cache``, each ``[num_blocks, block_size, Hkv, D]``."""
 
 
 class PagedAttention(Layer):
-    """Causal attention of a step's queries over the paged cache, after the step's keys join it."""
+    """Rotates a step's queries and keys (arXiv 2104.09864), adds keys and values to the paged
+    cache, and attends causally over it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.sliding_window = config.layer_sliding_window(layer)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        qk_norm: QKNorm | None = None,
     ) -> Tensor:
-        """``q [T, H, D]``, ``k, v [T, Hkv, D]`` -> ``[T, H * D]``."""
-        k_cache, v_cache = cache
-        ops.write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
-        out = ops.paged_attention(q, k_cache, v_cache, meta, self.scale, self.sliding_window)
-        return out.flatten(1)
+        """``qkv [T, (H + 2 Hkv) * D]``, heads of queries, keys, values -> ``[T, H * D]``."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        return ops.attend(heads, rope, *cache, meta, self.scale, self.sliding_window, qk_norm)
 
 
 class GroupedQueryAttention(Layer):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions (arXiv 2104.09864).
+    """Grouped-query attention (arXiv 2305.13245).
 
     What architectures choose differently is an argument: a bias on the projections of queries,
     keys and values, one on the output's, and a norm of each query and key head before it is
@@ -49,8 +56,8 @@ class GroupedQueryAttention(Layer):
         head_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        rows = tuple(heads * config.head_dim for heads in self.heads)
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        rows = tuple(count * config.head_dim for count in heads)
         self.qkv_proj = PackedLinear(config.hidden_size, rows, qkv_bias)
         self.o_proj = Linear(rows[0], config.hidden_size, out_bias)
         self.head_norm = head_norm
@@ -59,16 +66,15 @@ class GroupedQueryAttention(Layer):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attention = PagedAttention(config, layer)
 
-    def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
-        """``x [T, hidden]`` -> ``[T, hidden]``."""
-        heads = self.qkv_proj(x).view(len(x), sum(self.heads), -1)  # [T, H + 2 Hkv, D]
-        qk, v = heads.split((sum(self.heads[:2]), self.heads[2]), dim=1)
-        if self.head_norm:
-            qk = self._normalise(qk)
-        q, k = torch.split(ops.apply_rotary(qk, *rope), list(self.heads[:2]), dim=1)
-        out: Tensor = self.o_proj(self.attention(q, k, v, cache, meta))
-        return out
+    def add_to(
+        self, residual: Tensor, norm: RMSNorm, rope: Rope, cache: KVCache, meta: AttentionMetadata
+    ) -> Tensor:
+        """``residual [T, hidden] + attention(norm(residual))``, in place."""
+        qkv = self.qkv_proj(residual, norm)
+        out = self.attention(qkv, rope, cache, meta, self._qk_norm())
+        return self.o_proj.add_to(residual, out)
 
-    def _normalise(self, qk: Tensor) -> Tensor:
-        q, k = torch.split(qk, list(self.heads[:2]), dim=1)
-        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+    def _qk_norm(self) -> QKNorm | None:
+        if not self.head_norm:
+            return None
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps

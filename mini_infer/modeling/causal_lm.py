@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels.metadata import AttentionMetadata
-from mini_infer.modeling.layers import Embedding, KVCache, Linear, RMSNorm
+from mini_infer.modeling.attention import KVCache
+from mini_infer.modeling.layers import Embedding, Linear, RMSNorm
 from mini_infer.modeling.rotary import RotaryEmbedding
 
 
@@ -54,17 +54,15 @@ class CausalLM(nn.Module, ABC):
     ) -> Tensor:
         """Computes the step's tokens and writes their keys and values into ``caches``.
 
-        ``token_ids, positions [T]`` int64 -> hidden states ``[T, hidden]``.
+        ``token_ids, positions [T]`` int64 -> the residual stream ``[T, hidden]``.
         """
-        x = self.embed_tokens(token_ids)
-        rope = self.rotary(positions, x.dtype)
-        residual = torch.zeros_like(x)
+        x: Tensor = self.embed_tokens(token_ids)
+        rope = self.rotary(positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, rope, cache, meta)
-        hidden, _ = self.norm.add_and_norm(x, residual)
-        return hidden
+            x = layer(x, rope, cache, meta)
+        return x
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """``hidden [R, hidden]``, rows already gathered -> ``[R, vocab]`` float32."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits.float()
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Rows of the residual stream ``[R, hidden]``, already gathered -> ``[R, vocab]``."""
+        logits: Tensor = self.lm_head(x, self.norm)
+        return logits

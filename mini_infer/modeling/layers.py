@@ -1,6 +1,6 @@
 """The layers that architectures share. Weights are allocated uninitialised: a loader fills them.
 
-Letters in shapes: T tokens of the step, Hkv key-value heads, D head size.
+Letters in shapes: T tokens of the step.
 """
 
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
 from mini_infer.kernels.cpu_linear import (
     Product,
@@ -17,11 +16,7 @@ from mini_infer.kernels.cpu_linear import (
     has_blocked_products,
     has_float16_products,
 )
-from mini_infer.kernels.metadata import AttentionMetadata
-from mini_infer.modeling.rotary import Rope
-
-KVCache = tuple[Tensor, Tensor]
-"""One layer's ``k_cache, v_cache``, each ``[num_blocks, block_size, Hkv, D]``."""
+from mini_infer.kernels.reference import Norm
 
 
 def activation_dtype(weight: Tensor) -> torch.dtype:
@@ -54,16 +49,29 @@ def _empty(*shape: int) -> nn.Parameter:
 
 
 class Linear(Layer):
-    """``x [T, in] -> x @ weight.T + bias [T, out]`` with ``weight [out, in]``."""
+    """``x [T, in] -> norm(x) @ weight.T + bias [T, out]`` with ``weight [out, in]``.
+
+    A product takes the norm before it and the sum after it along, so that a device may make one
+    kernel of them.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = _empty(out_features, in_features)
         self.bias = _empty(out_features) if bias else None
-        self._product: Product = self._plain_product
+        self._packed: Product | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._product(x)
+    def forward(self, x: Tensor, norm: "RMSNorm | None" = None) -> Tensor:
+        if self._packed is not None:
+            return self._packed(x if norm is None else norm(x))
+        parameters = norm if norm is None else norm.parameters_for(x.dtype)
+        return ops.linear(x, *self._parameters_for(x.dtype), parameters)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Adds the product of ``x`` to ``residual [T, out]`` in place, and returns it."""
+        if self._packed is not None:
+            return residual.add_(self._packed(x))
+        return ops.add_linear_(residual, x, *self._parameters_for(x.dtype))
 
     def finish_loading(self) -> None:
         """On a CPU, replaces the weight by a packed copy in the layout that is read fastest."""
@@ -71,16 +79,16 @@ class Linear(Layer):
         if weight.device.type != "cpu":
             return
         if weight.dtype == torch.float16 and has_float16_products():
-            self._product = float16_product(weight, bias)
+            self._packed = float16_product(weight, bias)
         elif weight.dtype == torch.float32 and has_blocked_products():
-            self._product = blocked_product(weight, bias)
+            self._packed = blocked_product(weight, bias)
         else:
             return
         del self.weight  # an embedding that shares it keeps it
 
-    def _plain_product(self, x: Tensor) -> Tensor:
-        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
-        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+    def _parameters_for(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        bias = self.bias if self.bias is None else self.bias.to(dtype)
+        return self.weight.to(dtype), bias
 
 
 class PackedLinear(Linear):
@@ -93,6 +101,19 @@ class PackedLinear(Linear):
     def __init__(self, in_features: int, out_features: tuple[int, ...], bias: bool = False) -> None:
         super().__init__(in_features, sum(out_features), bias)
         self.out_features = out_features
+
+
+class GatedLinear(PackedLinear):
+    """The first half of SwiGLU (arXiv 2002.05202): ``x [T, in] -> silu(gate(x)) * up(x)``."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, (out_features, out_features), bias)
+
+    def forward(self, x: Tensor, norm: "RMSNorm | None" = None) -> Tensor:
+        if self._packed is not None:
+            return ops.silu_and_mul(super().forward(x, norm))
+        parameters = norm if norm is None else norm.parameters_for(x.dtype)
+        return ops.gated_linear(x, *self._parameters_for(x.dtype), parameters)
 
 
 class Embedding(Layer):
@@ -122,9 +143,9 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (norm of ``x + residual``, ``x + residual``)."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def parameters_for(self, dtype: torch.dtype) -> Norm:
+        """Weight and epsilon for arithmetic in ``dtype``: what a fused kernel takes."""
+        return self.weight.to(dtype), self.eps
 
 
 class GatedMLP(Layer):
@@ -132,33 +153,13 @@ class GatedMLP(Layer):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = PackedLinear(hidden_size, (intermediate_size, intermediate_size), bias)
+        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+        hidden: Tensor = self.down_proj(self.gate_up_proj(x))
         return hidden
 
-
-class DecoderLayer(Layer):
-    """Pre-norm transformer block: attention, then a feed-forward network, each added back.
-
-    The residual stream travels beside the activations, so that each addition is one kernel with
-    the norm after it.
-    """
-
-    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
-
-    def forward(
-        self, x: Tensor, residual: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """``x, residual [T, hidden]`` -> the same pair after this block."""
-        x, residual = self.input_layernorm.add_and_norm(x, residual)
-        x = self.self_attn(x, rope, cache, meta)
-        x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
-        return self.mlp(x), residual
+    def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """``residual + mlp(norm(residual))``, in place."""
+        return self.down_proj.add_to(residual, self.gate_up_proj(residual, norm))

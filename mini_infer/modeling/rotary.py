@@ -10,16 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mini_infer.core.model_config import ModelConfig, RopeConfig
-
-Rope = tuple[Tensor, Tensor]
-"""``cos, sin``, each ``[T, 1, head_dim]``: gathered once a step, used by every layer.
-
-The first half of ``sin`` is negated: a head is rotated as ``x * cos + swap_halves(x) * sin``.
-"""
+from mini_infer.kernels.metadata import Rope
 
 
 class RotaryEmbedding(nn.Module):
-    """Looks up the cosines and sines of a step's positions (arXiv 2104.09864)."""
+    """The cosines and sines of every position (arXiv 2104.09864)."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
@@ -30,11 +25,9 @@ class RotaryEmbedding(nn.Module):
         table = table.to(torch.get_default_device())
         self.register_buffer("table", table, persistent=False)  # [max_model_len, head_dim]
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """``positions [T]`` -> ``cos, sin [T, 1, head_dim]`` in ``dtype``."""
-        rows = nn.functional.embedding(positions, self.get_buffer("table")).to(dtype)
-        cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    def forward(self, positions: Tensor) -> Rope:
+        """What a step's layers need to rotate tokens at ``positions [T]``."""
+        return Rope(self.get_buffer("table"), positions)
 
 
 def rotary_table(config: ModelConfig, max_model_len: int) -> Tensor:

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mini_infer.core.model_config import ModelConfig
-from mini_infer.kernels import ops
+from mini_infer.kernels import reference
 from mini_infer.modeling.rotary import RotaryEmbedding, rotary_table
 
 LLAMA_31 = {
@@ -68,7 +68,7 @@ def test_table_matches_hugging_face(case: str) -> None:
     positions = torch.tensor([0, 1, 2, 17, 500, 1023, 2047])
     cos, sin = LlamaRotaryEmbedding(theirs)(torch.zeros(1), positions[None])
     sin[..., :32] *= -1  # ours is negated where a half is subtracted
-    rope = RotaryEmbedding(ours, 2048)(positions, torch.float32)
+    rope = RotaryEmbedding(ours, 2048)(positions).cos_sin(torch.float32)
     for table, expected in zip(rope, (cos, sin), strict=True):
         torch.testing.assert_close(table, expected.transpose(0, 1), atol=3e-4, rtol=0)
 
@@ -105,7 +105,7 @@ def test_scores_depend_on_distance_only() -> None:
 
     def score(query: int, key: int) -> float:
         q_at, k_at = (
-            ops.apply_rotary(x, *rotary(torch.tensor([position]), torch.float32))
+            reference.apply_rotary(x, *rotary(torch.tensor([position])).cos_sin(x.dtype))
             for x, position in ((q, query), (k, key))
         )
         return float((q_at * k_at).sum())
@@ -118,7 +118,7 @@ def test_scores_depend_on_distance_only() -> None:
 def test_lookup_comes_in_the_asked_dtype_from_a_float32_table(dtype: torch.dtype) -> None:
     _, ours = configs(CASES["yarn"])
     rotary = RotaryEmbedding(ours, 64)
-    cos, sin = rotary(torch.tensor([3, 63, 3]), dtype)
+    cos, sin = rotary(torch.tensor([3, 63, 3])).cos_sin(dtype)
     assert cos.shape == sin.shape == (3, 1, 64)
     assert cos.dtype == sin.dtype == dtype
     assert rotary.get_buffer("table").dtype == torch.float32

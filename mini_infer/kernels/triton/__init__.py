@@ -6,11 +6,10 @@ Each function has the arguments of its namesake in ``mini_infer.kernels.referenc
 
 from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
-from mini_infer.kernels.triton.norm import add_rms_norm, rms_norm
+from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.rotary import apply_rotary, rotary_and_write_kv, write_kv
 
 __all__ = [
-    "add_rms_norm",
     "apply_rotary",
     "paged_attention",
     "rms_norm",

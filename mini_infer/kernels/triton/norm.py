@@ -1,4 +1,4 @@
-"""Root-mean-square norm, alone and after the residual's addition (arXiv 1910.07467)."""
+"""Root-mean-square norm (arXiv 1910.07467): where a product does not take it along."""
 
 import torch
 import triton
@@ -12,10 +12,8 @@ VALUES_PER_PROGRAM = 2048
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
     x_ptr,
-    residual_ptr,
     weight_ptr,
     out_ptr,
-    sum_ptr,
     num_rows,
     x_outer_stride,
     x_inner_stride,
@@ -24,12 +22,8 @@ def norm_kernel(
     size: tl.constexpr,
     padded_size: tl.constexpr,
     tile_rows: tl.constexpr,
-    adds: tl.constexpr,
 ):
-    """Rows ``[N, size]``, of which ``inner_rows`` lie ``x_inner_stride`` apart within an outer one.
-
-    Where it ``adds``, the sum with ``residual`` is rounded to the dtype of x, stored, and normed.
-    """
+    """Rows ``[N, size]``; ``inner_rows`` of them lie ``x_inner_stride`` apart in an outer one."""
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     column = tl.arange(0, padded_size)
     inside = (row[:, None] < num_rows) & (column[None, :] < size)
@@ -38,10 +32,6 @@ def norm_kernel(
     target = row.to(tl.int64)[:, None] * size + column[None, :]
     x = tl.load(x_ptr + source[:, None] + column[None, :], mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column < size, other=0.0)
-    if adds:
-        residual = tl.load(residual_ptr + target, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + target, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / size + eps)
     normed = (wide * scale[:, None]).to(x.dtype).to(tl.float32)  # rounded as the reference does
@@ -52,40 +42,22 @@ def norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``: ``x [T, size]`` or ``[T, H, size]``, rows contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, out, out, eps, adds=False)
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ``reference.add_rms_norm``: one pass over both, instead of two over their sum."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(out)
-    _launch(x, residual.contiguous(), weight, out, total, eps, adds=True)
-    return out, total
-
-
-def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, adds: bool
-) -> None:
     size = x.shape[-1]
-    inner_rows = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.numel() // size
     padded = triton.next_power_of_2(size)
     tile_rows = max(1, VALUES_PER_PROGRAM // padded)
     norm_kernel[triton.cdiv(num_rows, tile_rows),](
         x,
-        residual,
         weight,
         out,
-        total,
         num_rows,
         x.stride(0),
         x.stride(-2),
         eps,
-        inner_rows=inner_rows,
+        inner_rows=x.shape[1] if x.dim() == 3 else 1,
         size=size,
         padded_size=padded,
         tile_rows=tile_rows,
-        adds=adds,
         num_warps=min(16, max(4, padded // 512)),
     )
+    return out

@@ -3,7 +3,8 @@
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.attention import GroupedQueryAttention
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.layers import DecoderLayer, GatedMLP
+from mini_infer.modeling.decoder_layer import DecoderLayer
+from mini_infer.modeling.layers import GatedMLP
 
 
 class Qwen2ForCausalLM(CausalLM):
