@@ -2,19 +2,19 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from mini_infer.core.model_config import ModelConfig
-from mini_infer.modeling.weights import checkpoint_shapes
+from mini_infer.modeling.weights import WeightSource, checkpoint_shapes
 
 NORM_SPREAD = 0.1
 BIAS_SPREAD = 0.02
 
 
-class DummySource:
+class DummySource(WeightSource):
     """Makes one tensor at a time, in the target dtype; equal seeds and names give equal values.
 
     A matrix's spread is ``1 / sqrt(inputs)`` (arXiv 1502.01852's argument for linear layers), so
@@ -46,12 +46,20 @@ class DummySource:
         return self._shapes[name]
 
     def get(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+        tensor = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+        return self._draw(name, tensor)
+
+    def load_into(self, places: dict[str, Tensor]) -> Iterator[str]:
+        """Draws where the numbers shall stand: the same ones as ``get``, without a copy."""
+        for name in list(places):
+            self._draw(name, places.pop(name))
+            yield name
+
+    def _draw(self, name: str, tensor: Tensor) -> Tensor:
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(self._device)
         generator.manual_seed(int.from_bytes(digest, "little", signed=True))
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        mean, spread = _distribution(name, shape)
+        mean, spread = _distribution(name, self._shapes[name])
         return tensor.normal_(mean, spread, generator=generator)
 
 

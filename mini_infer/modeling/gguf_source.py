@@ -9,6 +9,7 @@ import torch
 from mini_infer.core.errors import WeightsError
 from mini_infer.modeling.gguf_file import GGUFFile
 from mini_infer.modeling.gguf_metadata import gguf_architecture, uniform
+from mini_infer.modeling.weights import WeightSource
 
 GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -34,7 +35,7 @@ LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 GLOBAL_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
 
-class GGUFSource:
+class GGUFSource(WeightSource):
     """A ``WeightSource`` over a GGUF file of a llama, qwen2 or qwen3 architecture.
 
     The file stays memory-mapped; ``get`` dequantises one tensor, so that the peak of a load is

@@ -1,21 +1,26 @@
 """A folder of safetensors: one file, or shards with an index."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mini_infer.core.errors import WeightsError
+from mini_infer.modeling.safetensors_header import StoredTensor, read_header, unreadable
+from mini_infer.modeling.weight_stream import stream_tensors
+from mini_infer.modeling.weights import WeightSource
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
-class SafetensorsSource:
-    """Reads tensors through a memory map; nothing is read until it is asked for.
+class SafetensorsSource(WeightSource):
+    """One tensor at a time through a memory map, or all of them streamed where a GPU wants them.
+
+    Nothing is read until it is asked for.
 
     Raises:
         WeightsError: no safetensors, a truncated or corrupt file, a pickle checkpoint, or an index
@@ -23,42 +28,43 @@ class SafetensorsSource:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for path in _files(folder):
-            self._read_header(path)
-        _check_index(folder / INDEX_FILE, self._files)
+            for tensor in read_header(path):
+                if tensor.name in self._tensors:
+                    other = self._tensors[tensor.name].path.name
+                    raise WeightsError(
+                        f"{tensor.name} is in both {other} and {path.name} of {folder}"
+                    )
+                self._tensors[tensor.name] = tensor
+        _check_index(folder / INDEX_FILE, self._tensors)
 
     def names(self) -> Iterable[str]:
-        return self._files.keys()
+        """In the order of the files and of the bytes in them."""
+        return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        return self._tensors[name].shape
 
     def get(self, name: str) -> Tensor:
         # Opened anew each time: the map lives as long as its handle, and a file whose pages have
         # all been touched would count against the process's memory until the end of the load.
-        path = self._files[name]
+        path = self._tensors[name].path
         try:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         return tensor
 
-    def _read_header(self, path: Path) -> None:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - a handle, not a mapping
-                    if name in self._files:
-                        other = self._files[name].name
-                        raise WeightsError(
-                            f"{name} is in both {other} and {path.name} of {path.parent}"
-                        )
-                    self._files[name] = path
-                    self._shapes[name] = tuple(file.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from None
+    def load_into(self, places: dict[str, Tensor]) -> Iterator[str]:
+        tensors = [self._tensors[name] for name in places]
+        for tensor in tensors:
+            tensor.dtype  # noqa: B018 - raises where it is no weight's, before anything is read
+        if any(place.is_cuda for place in places.values()):
+            yield from stream_tensors(tensors, places)
+        else:
+            yield from super().load_into(places)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -88,15 +94,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise WeightsError(f"{index} is not an index of safetensors shards: {error!r}") from None
 
 
-def _check_index(index: Path, files: dict[str, Path]) -> None:
+def _check_index(index: Path, tensors: dict[str, StoredTensor]) -> None:
     if not index.is_file():
         return
     for name, file in _weight_map(index).items():
-        if name not in files or files[name].name != file:
+        if name not in tensors or tensors[name].path.name != file:
             raise WeightsError(f"{index.name} places {name} in {file}, which does not hold it")
-
-
-def _unreadable(path: Path, error: Exception) -> WeightsError:
-    if not path.is_file():
-        return WeightsError(f"{path} is missing: download the checkpoint again")
-    return WeightsError(f"{path} is truncated or corrupt ({error}): download the checkpoint again")

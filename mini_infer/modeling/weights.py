@@ -38,6 +38,19 @@ class WeightSource(Protocol):
             WeightsError: the data can't be read.
         """
 
+    def load_into(self, places: dict[str, Tensor]) -> Iterator[str]:
+        """Copies tensors into their places, converted to the places' dtype.
+
+        Yields a tensor's name once it is there and its place is gone from ``places``: no view of a
+        parameter is left that its layer may drop.
+
+        Raises:
+            WeightsError: the data can't be read.
+        """
+        for name in list(places):
+            places.pop(name).copy_(self.get(name))
+            yield name
+
 
 def build_model(
     config: ModelConfig,
@@ -90,9 +103,7 @@ def load_weights(model: CausalLM, source: WeightSource) -> Iterator[str]:
     names = [name for name in source.names() if not _is_redundant(model, name)]
     _check_names(places, names)
     _check_shapes(places, names, source)
-    for name in names:
-        places.pop(name).copy_(source.get(name))  # no view of it is left: a layer may drop it
-        yield name
+    yield from source.load_into({name: places.pop(name) for name in names})
 
 
 def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:

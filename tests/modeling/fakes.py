@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from mini_infer.core.model_config import ModelConfig
-from mini_infer.modeling.weights import checkpoint_shapes
+from mini_infer.modeling.weights import WeightSource, checkpoint_shapes
 
 
 def tiny_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> ModelConfig:
@@ -37,7 +37,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
     }
 
 
-class MemorySource:
+class MemorySource(WeightSource):
     """A weight source over tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
