@@ -2,17 +2,20 @@
 
 import argparse
 import datetime
+import gc
+import itertools
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -20,8 +23,12 @@ from mini_infer import LLM
 from mini_infer.core.engine_config import DEFAULT_MODEL, EngineConfig
 from mini_infer.core.errors import MiniInferError
 
+if TYPE_CHECKING:
+    from step_profiler import StepProfiler
+
 PACKAGES = ("mini-infer", "torch", "numpy", "transformers", "triton", "llama-cpp-python")
 Value = str | int | float | None
+_engine_numbers = itertools.count(1)
 
 
 def make_parser(doc: str | None, *, repeats: int = 3) -> argparse.ArgumentParser:
@@ -41,6 +48,22 @@ def make_parser(doc: str | None, *, repeats: int = 3) -> argparse.ArgumentParser
         "--quick", action="store_true", help="one repeat, fewer tokens: does it work at all?"
     )
     parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument(
+        "--engine",
+        type=engine_option,
+        nargs="+",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="any option of the engine, such as depth=1; wins over the benchmark's own",
+    )
+    profiling = parser.add_argument_group("profiling", "it slows down what it records")
+    kind = profiling.add_mutually_exclusive_group()
+    kind.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces for Perfetto")
+    kind.add_argument(
+        "--nvtx", action="store_true", help="name steps and layers for Nsight Systems"
+    )
+    profiling.add_argument("--profile-skip", type=int, default=32, help="steps before a trace")
+    profiling.add_argument("--profile-steps", type=positive, default=8, help="steps in a trace")
     return parser
 
 
@@ -50,6 +73,17 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return value
+
+
+def engine_option(text: str) -> tuple[str, Any]:
+    """argparse type: an option of ``EngineConfig`` and its value, as JSON or as plain text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OPTION=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def parse(
@@ -72,10 +106,51 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def open_engine(arguments: argparse.Namespace, **options: Any) -> LLM:
-    """An engine with the shared options. Use it as a context: it frees the model at the end."""
+@contextmanager
+def open_engine(
+    arguments: argparse.Namespace, *, traced: bool = True, **options: Any
+) -> Iterator[LLM]:
+    """An engine with the shared options, freed at the end.
+
+    With ``--profile`` its first steady steps are traced, unless the script does that itself where
+    it wants to (``traced=False``).
+    """
+    if arguments.nvtx:
+        from mini_infer.modeling.profiling import enable_ranges
+
+        enable_ranges("nvtx")
     shared = {name: getattr(arguments, name) for name in ("dtype", "load_format", "device")}
-    return LLM(arguments.model, **(shared | {"seed": arguments.seed} | options))
+    options = shared | {"seed": arguments.seed} | options | dict(arguments.engine)
+    with LLM(arguments.model, **options) as llm:
+        if traced and arguments.profile is not None:
+            with trace(arguments, llm, f"engine {next(_engine_numbers)}"):
+                yield llm
+        else:
+            yield llm
+    free_memory()
+
+
+def free_memory() -> None:
+    """Gives a GPU's memory back that nothing holds any more, for whoever comes next."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def trace(
+    arguments: argparse.Namespace, llm: LLM, name: str, skip: int | None = None
+) -> "StepProfiler":
+    """A context whose steps are traced into ``NAME.json.gz`` of the folder of ``--profile``.
+
+    ``skip`` steps come first, by default those of ``--profile-skip``.
+    """
+    from step_profiler import StepProfiler
+
+    path = arguments.profile / f"{name.replace(', ', '-').replace(' ', '-')}.json.gz"
+    skip = arguments.profile_skip if skip is None else skip
+    return StepProfiler(llm, path, skip, arguments.profile_steps)
 
 
 @dataclass(frozen=True)
@@ -85,11 +160,25 @@ class Bar:
     name: str
     value: float | None
     """None where this run did not measure it."""
-    at_least: float
+    at_least: float | None = None
+    at_most: float | None = None
+    """The one or the other."""
 
     @property
     def met(self) -> bool | None:
-        return None if self.value is None else self.value >= self.at_least
+        if self.value is None:
+            return None
+        if self.at_most is not None:
+            return self.value <= self.at_most
+        assert self.at_least is not None, "a bar has a bound"
+        return self.value >= self.at_least
+
+    @property
+    def bound(self) -> str:
+        """As text."""
+        return (
+            f"at least {self.at_least:g}" if self.at_most is None else f"at most {self.at_most:g}"
+        )
 
 
 @dataclass
@@ -114,7 +203,7 @@ class Report:
         print(format_table(self.rows))
         for bar in self.bars:
             verdict = {True: "met", False: "NOT met", None: "not measured"}[bar.met]
-            print(f"{bar.name}: {format_value(bar.value)} (bar {bar.at_least:g}: {verdict})")
+            print(f"{bar.name}: {format_value(bar.value)} (bar: {bar.bound}, {verdict})")
         for note in self.notes:
             print(note)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from client import Job
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 PAD_TOKEN_ID = 0
@@ -18,15 +18,36 @@ PAD_TOKEN_ID = 0
 class HuggingFace:
     """One model in one dtype, with scaled-dot-product attention. Free it before the next."""
 
-    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        device: str,
+        *,
+        random_weights: bool = False,
+        temperature: float = 0.0,
+    ) -> None:
+        """``folder`` needs only a config.json with ``random_weights``; temperature 0 is greedy."""
         quiet: Any = logging
         quiet.disable_progress_bar()
         self._device = device
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
+        options: dict[str, Any] = {
+            "dtype": getattr(torch, dtype),
+            "attn_implementation": "sdpa",
+        }
+        model: Any
+        if random_weights:
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.from_pretrained(folder), **options
+                )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, **options)
         # Not min_new_tokens: that forbids the token, where ignore_eos only goes on after it.
         model.generation_config.eos_token_id = None
+        self._sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            self._sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
         self._model = model.to(device).eval()
 
     def close(self) -> None:
@@ -51,7 +72,7 @@ class HuggingFace:
         output = self._model.generate(
             token_ids,
             attention_mask=mask,
-            do_sample=False,
+            **self._sampling,
             max_new_tokens=num_output_tokens,
             pad_token_id=PAD_TOKEN_ID,
         )

@@ -48,7 +48,7 @@ def render(result: dict[str, Any]) -> str:
     for bar in result["bars"]:
         verdict = {True: "met", False: "not met", None: "not measured"}[bar["met"]]
         value = _cell(bar["value"])
-        lines.append(f"- {bar['name']}: {value} (bar: at least {bar['at_least']:g}, {verdict})")
+        lines.append(f"- {bar['name']}: {value} (bar: {_bound(bar)}, {verdict})")
     lines += [f"- {note}" for note in result["notes"]]
     return "\n".join(lines)
 
@@ -73,6 +73,12 @@ def _setup(setup: dict[str, Any]) -> str:
     if setup.get("quick"):
         parts.append("QUICK RUN, not a result")
     return "; ".join(parts) + "."
+
+
+def _bound(bar: dict[str, Any]) -> str:
+    if bar.get("at_most") is not None:
+        return f"at most {bar['at_most']:g}"
+    return f"at least {bar['at_least']:g}"
 
 
 def _is_plain(value: object) -> bool:

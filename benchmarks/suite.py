@@ -21,6 +21,17 @@ BENCHMARKS = (
     "vs_huggingface",
 )
 
+GPU_BENCHMARKS = (
+    "gpu_kernels",
+    "gpu_products",
+    "gpu_throughput",
+    "gpu_memory",
+    "cuda_graphs",
+    "host_overhead",
+    "startup_gpu",
+)
+"""Not in the suite, which runs anywhere: each takes minutes of a GPU."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(

@@ -24,6 +24,25 @@ def test_bar(value: float | None, met: bool | None) -> None:
     assert Bar("scaling", value, 3.9).met is met
 
 
+@pytest.mark.parametrize(("value", "met"), [(4.0, True), (4.0001, False), (None, None)])
+def test_bar_from_above(value: float | None, met: bool | None) -> None:
+    bar = Bar("waste", value, at_most=4)
+    assert (bar.met, bar.bound) == (met, "at most 4")
+
+
+def test_engine_options_are_json_or_text() -> None:
+    typed = ["--engine", "depth=1", "enforce_eager=true", "dtype=float32", "--threads", "1"]
+    arguments = parse(make_parser("Doc."), typed)
+    expected = {"depth": 1, "enforce_eager": True, "dtype": "float32"}
+    assert dict(arguments.engine) == expected
+
+
+def test_an_engine_option_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(make_parser("Doc."), ["--engine", "depth"])
+    assert "OPTION=VALUE" in capsys.readouterr().err
+
+
 def test_table_aligns_text_left_and_numbers_right() -> None:
     table = format_table([{"name": "a", "speed": 1234.56}, {"name": "long", "speed": None}])
     assert table.splitlines() == ["name   speed", "a     1234.6", "long       -"]
@@ -77,9 +96,9 @@ def test_report_prints_and_writes_the_same(
     report.finish(tmp_path / "new" / "name.json")
     printed = capsys.readouterr().out
     assert "lengths        in 3" in printed
-    assert "gain: 2.5 (bar 2: met)" in printed
-    assert "other: 1 (bar 2: NOT met)" in printed
-    assert "third: - (bar 2: not measured)" in printed
+    assert "gain: 2.5 (bar: at least 2, met)" in printed
+    assert "other: 1 (bar: at least 2, NOT met)" in printed
+    assert "third: - (bar: at least 2, not measured)" in printed
     written = json.loads((tmp_path / "new" / "name.json").read_text())
     assert written["rows"] == [{"case": "on", "tok/s": 12.34}]
     assert [bar["met"] for bar in written["bars"]] == [True, False, None]

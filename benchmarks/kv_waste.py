@@ -1,0 +1,32 @@
+"""How much of the allocated KV blocks holds nothing, read from the event stream."""
+
+from mini_infer.core.events import ChunkScheduled, Event, Finished, Preempted, StepCompleted
+
+
+class KVWaste:
+    """Subscribe ``observe``. After each step: tokens that the used blocks have room for, and the
+    tokens in them. Where requests share a prefix, its tokens count once per request, so measure
+    without shared ones."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._held: dict[str, int] = {}
+        self._num_held = 0
+        self._sum_held = 0
+        self._sum_allocated = 0
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, ChunkScheduled):
+            end = event.num_computed_tokens + event.num_new_tokens
+            self._num_held += end - self._held.get(event.request_id, 0)
+            self._held[event.request_id] = end
+        elif isinstance(event, StepCompleted):
+            self._sum_held += self._num_held
+            self._sum_allocated += event.num_used_blocks * self._block_size
+        elif isinstance(event, Finished | Preempted):
+            self._num_held -= self._held.pop(event.request_id, 0)
+
+    @property
+    def percent(self) -> float:
+        """Of the allocated tokens, over all steps."""
+        return 100 * (1 - self._sum_held / self._sum_allocated) if self._sum_allocated else 0.0
