@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from kernel_trace import NUM_LAYERS, name_layers
 
 from mini_infer import LLM
 from mini_infer.core.events import Event, StepCompleted
@@ -67,11 +68,12 @@ class StepProfiler:
 
     def _stop(self) -> None:
         _synchronize()  # kernels of the last step would be missing
-        self._profile.stop()
         layers = self._llm.engine.config.model_config.num_layers
-        self._profile.add_metadata_json("num_layers", str(layers))
+        self._profile.add_metadata_json(NUM_LAYERS, str(layers))
+        self._profile.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._path))
+        name_layers(self._path)
         self._profile = None
         self._written = True
         print(f"trace of {self._num_seen - self._skip} steps: {self._path}")
