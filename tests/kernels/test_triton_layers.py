@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.kernels import reference
+from mini_infer.kernels.metadata import Rope
 from tests.kernels.triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -57,20 +58,11 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     assert_near(out, reference.silu_and_mul(gate_up.double()))
 
 
-def angles(num_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[T, 1, D]`` of random angles; the first half of the sines is negated."""
-    turn = random(num_tokens, 1, head_dim // 2, seed=7)
-    cos, sin = turn.cos().to(dtype), turn.sin().to(dtype)
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 2), (3, 16), (11, 80)])
-def test_apply_rotary(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    x = random(4, num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
-    cos, sin = angles(4, head_dim, dtype)
-    out = rotary.apply_rotary(x, cos, sin)
-    assert_near(out, reference.apply_rotary(x.double(), cos.double(), sin.double()))
+def random_rope(num_tokens: int, head_dim: int) -> Rope:
+    """Random angles at as many positions, in reverse."""
+    angles = random(num_tokens + 2, head_dim // 2, seed=7)
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    return Rope(table, torch.arange(num_tokens, 0, -1, device=DEVICE))
 
 
 def caches(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -81,38 +73,40 @@ def caches(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor
 SLOTS = [9, 2, 11, 0, 5]
 
 
-@pytest.mark.parametrize("cache_dtype", DTYPES[:2])  # the interpreter truncates to bfloat16
-def test_write_kv(cache_dtype: torch.dtype) -> None:
-    """Written slots hold the converted values, all others what they held."""
-    k, v = random(5, 3, 20), random(5, 6, 20, seed=1)[:, ::2]
-    fast, slow = caches(3, 20, cache_dtype), caches(3, 20, cache_dtype)
-    slots = torch.tensor(SLOTS, device=DEVICE)
-    rotary.write_kv(k, v, *fast, slots)
-    for token, slot in enumerate(SLOTS):
-        slow[0][slot // 4, slot % 4] = k[token].to(cache_dtype)
-        slow[1][slot // 4, slot % 4] = v[token].to(cache_dtype)
-    assert torch.equal(fast[0], slow[0])
-    assert torch.equal(fast[1], slow[1])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 20)])
-def test_fused_rotary_and_write_is_the_three_operations_in_a_row(
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 20), (2, 1, 2), (5, 1, 80)]
+)
+def test_rotary_and_write_kv(
     num_heads: int, num_kv_heads: int, head_dim: int, with_norm: bool, dtype: torch.dtype
 ) -> None:
+    """Written slots hold rotated keys and values, all others what they held."""
     qkv = random(5, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    cos, sin = angles(5, head_dim, dtype)
     weights = random(head_dim, dtype=dtype, seed=3), random(head_dim, dtype=dtype, seed=4)
-    fast, slow = (caches(num_kv_heads, head_dim, dtype) for _ in range(2))
-    slots = torch.tensor(SLOTS, device=DEVICE)
+    cache, slots = caches(num_kv_heads, head_dim, dtype), torch.tensor(SLOTS, device=DEVICE)
+    rope = random_rope(5, head_dim)
     qk_norm = (*weights, 1e-6) if with_norm else None
-    out = rotary.rotary_and_write_kv(qkv, cos, sin, *fast, slots, qk_norm)
+    out = rotary.rotary_and_write_kv(qkv, rope, *cache, slots, qk_norm)
+    q, k, v = qkv.double().split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if with_norm:
-        q, k = norm.rms_norm(q, weights[0], 1e-6), norm.rms_norm(k, weights[1], 1e-6)
-    rotary.write_kv(rotary.apply_rotary(k, cos, sin), v, *slow, slots)
-    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(out, rotary.apply_rotary(q, cos, sin), **close)
-    torch.testing.assert_close(fast[0], slow[0], **close)
-    assert torch.equal(fast[1], slow[1])
+        q = reference.rms_norm(q, weights[0].double(), 1e-6)
+        k = reference.rms_norm(k, weights[1].double(), 1e-6)
+    angles = rope.cos_sin(torch.float64)
+    assert_near(out, reference.apply_rotary(q, *angles))
+    k_slots, v_slots = (part.flatten(0, 1) for part in cache)
+    assert_near(k_slots[slots], reference.apply_rotary(k, *angles))
+    assert torch.equal(v_slots[slots].double(), v)
+    untouched = [slot for slot in range(len(k_slots)) if slot not in SLOTS]
+    assert (k_slots[untouched] == 7).all()
+    assert (v_slots[untouched] == 7).all()
+
+
+@pytest.mark.parametrize("cache_dtype", DTYPES[:2])  # the interpreter truncates to bfloat16
+def test_the_cache_may_have_another_dtype(cache_dtype: torch.dtype) -> None:
+    qkv, slots = random(5, 4, 16), torch.tensor(SLOTS, device=DEVICE)
+    same, other = caches(1, 16, torch.float32), caches(1, 16, cache_dtype)
+    for cache in (same, other):
+        rotary.rotary_and_write_kv(qkv, random_rope(5, 16), *cache, slots)
+    assert torch.equal(other[0], same[0].to(cache_dtype))
+    assert torch.equal(other[1], same[1].to(cache_dtype))

@@ -174,6 +174,7 @@ def _attend_short(
         early=early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        launch_pdl=early,
     )
     if num_splits > 1:
         reduce_kernel[num_rows * query_limit, num_heads, -(-head_dim // REDUCED_DIMS)](

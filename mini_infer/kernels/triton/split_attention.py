@@ -9,7 +9,7 @@ splits that are attended independently; a second kernel weighs their results by 
 import triton
 import triton.language as tl
 
-from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids
+from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits", "query_limit"])
@@ -50,12 +50,14 @@ def split_kernel(
     ``partial [R, query_limit, H, splits, D]`` and ``log_sum [R, query_limit, H, splits]``, both
     float32.
     """
-    if early:  # reduce_kernel may be launched; it waits for the results
+    if early:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(cu_seqlens_q + row).to(tl.int32)
     query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
     context = tl.load(seqlens_k + row).to(tl.int32)
+    if early:  # rotary_and_write_kernel may still be writing queries, keys and values
+        tl.extra.cuda.gdc_wait()
     if query_len > query_limit:
         return  # a long chunk: tiled_attention's
 
@@ -77,6 +79,8 @@ def split_kernel(
     start = lowest + split * span
     end = tl.minimum(start + span, context)
 
+    k_head = k_cache + kv_head * head_stride
+    v_head = v_cache + kv_head * head_stride
     table = block_table + row.to(tl.int64) * table_stride
     # Loaded a tile ahead, so that the address of a key is known when its load is due.
     blocks = block_ids(table, start, end, block_size, tile_keys)
@@ -85,26 +89,15 @@ def split_kernel(
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, end, tile_keys):
         next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
+        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
+        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        keys = first_key + tl.arange(0, tile_keys)[None, :]
+        visible = (keys < end) & (keys <= position[:, None])
+        if window > 0:
+            visible &= keys > position[:, None] - window
         acc, row_sum, row_max = attend_tile(
-            acc,
-            row_sum,
-            row_max,
-            q,
-            position,
-            blocks,
-            first_key,
-            end,
-            k_cache + kv_head * head_stride,
-            v_cache + kv_head * head_stride,
-            block_stride,
-            token_stride,
-            scale_log2,
-            window,
-            block_size,
-            head_dim,
-            padded_dim,
-            tile_keys,
-            True,
+            acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
         blocks = next_blocks
     seen = row_sum > 0.0  # an empty split, or keys that are newer than the query
@@ -139,6 +132,8 @@ def reduce_kernel(
 
     Grid: (rows * query_limit, heads, cdiv(head_dim, tile_dims)); ``tile_splits >= num_splits``.
     """
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
     item, head = tl.program_id(0), tl.program_id(1)
     row, token = item // query_limit, item % query_limit
     begin = tl.load(cu_seqlens_q + row).to(tl.int32)

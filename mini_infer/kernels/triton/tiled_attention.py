@@ -7,7 +7,7 @@ key-value head are folded into the rows of a tile, so keys are loaded once for a
 import triton
 import triton.language as tl
 
-from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids
+from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
 
 
 @triton.jit(do_not_specialize=["table_stride", "query_limit", "num_rows"])
@@ -89,50 +89,22 @@ def tiled_kernel(
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, seen_by_all, tile_keys):
         next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
-        acc, row_sum, row_max = attend_tile(
-            acc,
-            row_sum,
-            row_max,
-            q,
-            position,
-            blocks,
-            first_key,
-            end,
-            k_head,
-            v_head,
-            block_stride,
-            token_stride,
-            scale_log2,
-            window,
-            block_size,
-            head_dim,
-            padded_dim,
-            tile_keys,
-            False,
-        )
+        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
+        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, False)
+        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, False)
+        acc, row_sum, row_max = attend_tile(acc, row_sum, row_max, q, k, v, True, scale_log2, False)
         blocks = next_blocks
     for first_key in range(seen_by_all, end, tile_keys):
         next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
+        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
+        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        keys = first_key + tl.arange(0, tile_keys)[None, :]
+        visible = (keys < end) & (keys <= position[:, None])
+        if window > 0:
+            visible &= keys > position[:, None] - window
         acc, row_sum, row_max = attend_tile(
-            acc,
-            row_sum,
-            row_max,
-            q,
-            position,
-            blocks,
-            first_key,
-            end,
-            k_head,
-            v_head,
-            block_stride,
-            token_stride,
-            scale_log2,
-            window,
-            block_size,
-            head_dim,
-            padded_dim,
-            tile_keys,
-            True,
+            acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
         blocks = next_blocks
     target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim

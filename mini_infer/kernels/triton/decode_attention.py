@@ -1,0 +1,344 @@
+"""A decode step's attention, from the packed projection to the output, for one query a row.
+
+Flash Decoding (Dao et al. 2023): contexts are cut into pieces that are attended independently, and
+a second kernel weighs their results by their softmax sums. Here the first kernel also rotates the
+new query and key and stores the new key and value, which it attends to from registers, and both
+kernels start beside their predecessors (programmatic dependent launch): everything that earlier
+steps wrote, up to the first old keys and values, is on its way before they wait.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mini_infer.kernels.metadata import AttentionMetadata, Rope
+from mini_infer.kernels.triton.launch import num_sms, power_of_two, starts_early
+from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
+from mini_infer.kernels.triton.pieces import find_piece, piece_bounds, pieces_before, row_pieces
+from mini_infer.kernels.triton.rotary import (
+    inverse_rms,
+    load_angles,
+    rotate,
+    scale_head,
+    swapped_dims,
+)
+
+LEAST_KEYS = 64
+"""Keys of a piece, at least: fewer cost more to weigh than to read."""
+PROGRAMS_PER_SM = 2
+REDUCED_DIMS = 32
+REDUCED_PIECES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How a step's contexts are cut: what a launch fixes, whatever the contexts turn out to be."""
+
+    aim: int
+    """Pieces per key-value head that all rows together should have."""
+    num_pieces: int
+    """Most pieces per key-value head that there can be."""
+    tile_keys: int
+    num_stages: int
+
+
+def plan_decode(
+    num_rows: int, num_kv_heads: int, max_keys: int, head_bytes: int, sms: int
+) -> DecodePlan:
+    """From counts and the most keys that a row may see; ``head_bytes`` is the size of one key.
+
+    A row has as many pieces as its share of all keys of the step, rounded, but one at least. So
+    there are at most ``aim + num_rows - 1``.
+    """
+    aim = max(1, PROGRAMS_PER_SM * sms // num_kv_heads)
+    row_limit = max(1, (max_keys + LEAST_KEYS // 2) // LEAST_KEYS)
+    tile_keys = max(16, min(64, 64 * 256 // power_of_two(head_bytes)))
+    return DecodePlan(aim, min(aim + num_rows - 1, num_rows * row_limit), tile_keys, 3)
+
+
+@triton.jit(do_not_specialize=["num_rows", "aim", "table_stride"])
+def decode_kernel(
+    qkv_ptr,
+    rope_table,
+    positions,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    seqlens_k,
+    block_table,
+    out_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    num_rows,
+    aim,
+    table_stride,
+    qkv_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    scale_log2,
+    eps,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    norms: tl.constexpr,
+    window: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+    least_keys: tl.constexpr,
+    early: tl.constexpr,
+):
+    """One piece of one row's context, for the query heads of one key-value head.
+
+    Grid: (key-value heads, pieces): programs that run side by side read neighbouring memory. The
+    last piece of a row owns its new token. Writes ``out [R, H, D]`` where it is the only one, else
+    ``partial [pieces, H, D]`` and ``log_sum [pieces, H]``, both float32.
+    """
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+    group: tl.constexpr = num_heads // num_kv_heads
+    kv_head, piece = tl.program_id(0), tl.program_id(1)
+    row, first_piece, share = find_piece(seqlens_k, num_rows, piece, aim, window, least_keys)
+    if row >= num_rows:
+        if early:
+            tl.extra.cuda.gdc_wait()
+        return
+    context = tl.load(seqlens_k + row).to(tl.int32)
+    position = tl.load(positions + row)
+    slot = tl.load(slot_mapping + row).to(tl.int64)
+    count = row_pieces(context, share, window)
+    # The new key is not in the cache yet: context - 1 keys are.
+    start, end, lowest = piece_bounds(context, piece - first_piece, count, window)
+
+    table = block_table + row.to(tl.int64) * table_stride
+    k_head = k_cache + kv_head * head_stride
+    v_head = v_cache + kv_head * head_stride
+    blocks = block_ids(table, start, end, block_size, tile_keys)
+    next_blocks = block_ids(table, start + tile_keys, end, block_size, tile_keys)
+    offsets = key_offsets(blocks, start, block_stride, token_stride, block_size, tile_keys)
+    k = load_tile(k_head, offsets, start, end, head_dim, padded_dim, tile_keys, True)
+    v = load_tile(v_head, offsets, start, end, head_dim, padded_dim, tile_keys, True)
+
+    rows = tl.arange(0, tile_rows)
+    dims = tl.arange(0, padded_dim)
+    other = swapped_dims(dims, head_dim)
+    is_dim = dims < head_dim
+    head = kv_head * group + rows
+    is_query = rows < group
+    inside = is_query[:, None] & is_dim[None, :]
+    cos, sin = load_angles(rope_table, position, dims, head_dim)
+    if norms:
+        q_weight = tl.load(q_norm_ptr + dims, mask=is_dim, other=0.0)
+        q_weight_swapped = tl.load(q_norm_ptr + other, mask=is_dim, other=0.0)
+        k_weight = tl.load(k_norm_ptr + dims, mask=is_dim, other=0.0)
+        k_weight_swapped = tl.load(k_norm_ptr + other, mask=is_dim, other=0.0)
+    if early:
+        tl.extra.cuda.gdc_wait()
+
+    token = qkv_ptr + row.to(tl.int64) * qkv_stride
+    source = token + head[:, None] * head_dim
+    q = tl.load(source + dims[None, :], mask=inside, other=0.0)
+    swapped = tl.load(source + other[None, :], mask=inside, other=0.0)
+    if norms:
+        scale = inverse_rms(q, eps, head_dim)
+        q = scale_head(q, scale, q_weight[None, :])
+        swapped = scale_head(swapped, scale, q_weight_swapped[None, :])
+    q = rotate(q, swapped, cos[None, :], sin[None, :])
+
+    acc = tl.zeros([tile_rows, padded_dim], tl.float32)
+    row_sum = tl.zeros([tile_rows], tl.float32)
+    row_max = tl.full([tile_rows], float("-inf"), tl.float32)
+    keys = start + tl.arange(0, tile_keys)[None, :]
+    visible = (keys >= lowest) & (keys < end)
+    acc, row_sum, row_max = attend_tile(acc, row_sum, row_max, q, k, v, visible, scale_log2, True)
+    blocks = next_blocks
+    for first_key in range(start + tile_keys, end, tile_keys):
+        # A tile ahead, so that the address of a key is known when its load is due.
+        next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
+        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
+        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        keys = first_key + tl.arange(0, tile_keys)[None, :]
+        acc, row_sum, row_max = attend_tile(
+            acc, row_sum, row_max, q, k, v, keys < end, scale_log2, True
+        )
+        blocks = next_blocks
+
+    if piece - first_piece == count - 1:
+        key = token + (num_heads + kv_head) * head_dim
+        value = key + num_kv_heads * head_dim
+        new_k = tl.load(key + dims[None, :], mask=is_dim[None, :], other=0.0)
+        new_v = tl.load(value + dims[None, :], mask=is_dim[None, :], other=0.0)
+        new_swapped = tl.load(key + other[None, :], mask=is_dim[None, :], other=0.0)
+        if norms:
+            k_scale = inverse_rms(new_k, eps, head_dim)
+            new_k = scale_head(new_k, k_scale, k_weight[None, :])
+            new_swapped = scale_head(new_swapped, k_scale, k_weight_swapped[None, :])
+        new_k = rotate(new_k, new_swapped, cos[None, :], sin[None, :])
+        place = slot // block_size * block_stride + slot % block_size * token_stride
+        tl.store(k_head + place + dims[None, :], new_k, mask=is_dim[None, :])
+        tl.store(v_head + place + dims[None, :], new_v, mask=is_dim[None, :])
+        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
+        new_max = tl.maximum(row_max, score)
+        shrink, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max)
+        acc = acc * shrink[:, None] + weight[:, None] * new_v.to(tl.float32)
+        row_sum = row_sum * shrink + weight
+        row_max = new_max
+
+    result = acc / row_sum[:, None]
+    if count == 1:
+        target = out_ptr + (row.to(tl.int64) * num_heads + head[:, None]) * head_dim
+        tl.store(target + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        place_in_piece = piece * num_heads + head
+        tl.store(log_sum_ptr + place_in_piece, row_max + tl.log2(row_sum), mask=is_query)
+        partial = partial_ptr + place_in_piece[:, None] * head_dim
+        tl.store(partial + dims[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "aim"])
+def join_kernel(
+    partial_ptr,
+    log_sum_ptr,
+    out_ptr,
+    seqlens_k,
+    num_rows,
+    aim,
+    num_heads: tl.constexpr,
+    window: tl.constexpr,
+    head_dim: tl.constexpr,
+    tile_dims: tl.constexpr,
+    tile_pieces: tl.constexpr,
+    least_keys: tl.constexpr,
+    early: tl.constexpr,
+):
+    """Weighs the pieces of a row, if it has several, by their softmax sums.
+
+    Grid: (R, programs): those of a row share its heads' ``tile_dims`` dimensions among themselves.
+    It is all latency, so a head's pieces are loaded at once.
+    """
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    first_piece, count = pieces_before(seqlens_k, num_rows, row, aim, window, least_keys)
+    parts_of_head: tl.constexpr = (head_dim + tile_dims - 1) // tile_dims
+    if early:
+        tl.extra.cuda.gdc_wait()
+    if count == 1:
+        return  # written where it was attended
+    for part in range(tl.program_id(1), num_heads * parts_of_head, tl.num_programs(1)):
+        head = part // parts_of_head
+        dims = part % parts_of_head * tile_dims + tl.arange(0, tile_dims)
+        highest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([tile_dims], tl.float32)
+        for first in range(0, count, tile_pieces):
+            pieces = first + tl.arange(0, tile_pieces)
+            exists = pieces < count
+            source = (first_piece + pieces) * num_heads + head
+            place = source[:, None] * head_dim + dims[None, :]
+            inside = exists[:, None] & (dims[None, :] < head_dim)
+            log_sum = tl.load(log_sum_ptr + source, mask=exists, other=float("-inf"))
+            partial = tl.load(partial_ptr + place, mask=inside, other=0.0)
+            new_highest = tl.maximum(highest, tl.max(log_sum, 0))
+            shrink, weight = tl.exp2(highest - new_highest), tl.exp2(log_sum - new_highest)
+            acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            highest = new_highest
+        target = out_ptr + (row.to(tl.int64) * num_heads + head) * head_dim + dims
+        tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < head_dim)
+
+
+def decode_attention(
+    qkv: Tensor,
+    rope: Rope,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """See ``reference.attend``, for steps of one query a row: ``qkv [R, H + 2 Hkv, D]``.
+
+    Returns ``[R, H * D]``. ``qkv`` is contiguous within a row and has the dtype of the caches,
+    whose strides are equal. Every row owns its slot, except that padded rows (context 1) may share
+    one. What ``meta`` and ``rope`` hold must have been written before the first kernel of the step
+    that starts early.
+    """
+    num_rows, total_heads, head_dim = qkv.shape
+    num_kv_heads, device = k_cache.shape[2], qkv.device
+    num_heads = total_heads - 2 * num_kv_heads
+    window = sliding_window or 0
+    max_keys = min(meta.max_seqlen_k, window) if window else meta.max_seqlen_k
+    sms, early = num_sms(device), starts_early(device)
+    plan = plan_decode(num_rows, num_kv_heads, max_keys, head_dim * k_cache.element_size(), sms)
+    q_norm, k_norm, eps = qk_norm or (qkv, qkv, 0.0)
+    out = torch.empty(num_rows, num_heads * head_dim, dtype=qkv.dtype, device=device)
+    partial_shape = plan.num_pieces, num_heads, head_dim
+    partial = torch.empty(partial_shape, dtype=torch.float32, device=device)
+    log_sum = torch.empty(partial_shape[:2], dtype=torch.float32, device=device)
+    decode_kernel[num_kv_heads, plan.num_pieces](
+        qkv,
+        rope.table,
+        rope.positions,
+        q_norm,
+        k_norm,
+        k_cache,
+        v_cache,
+        meta.slot_mapping,
+        meta.seqlens_k,
+        meta.block_table,
+        out,
+        partial,
+        log_sum,
+        num_rows,
+        plan.aim,
+        meta.block_table.stride(0),
+        qkv.stride(0),
+        *k_cache.stride()[:3],
+        scale * math.log2(math.e),
+        eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        norms=qk_norm is not None,
+        window=window,
+        block_size=k_cache.shape[1],
+        head_dim=head_dim,
+        padded_dim=power_of_two(max(head_dim, 16)),
+        tile_rows=max(16, power_of_two(num_heads // num_kv_heads)),
+        tile_keys=plan.tile_keys,
+        least_keys=LEAST_KEYS,
+        early=early,
+        num_warps=4,
+        num_stages=plan.num_stages,
+        launch_pdl=early,
+    )
+    if plan.num_pieces > num_rows:
+        parts = num_heads * triton.cdiv(head_dim, REDUCED_DIMS)
+        join_kernel[num_rows, min(parts, triton.cdiv(4 * sms, num_rows))](
+            partial,
+            log_sum,
+            out,
+            meta.seqlens_k,
+            num_rows,
+            plan.aim,
+            num_heads=num_heads,
+            window=window,
+            head_dim=head_dim,
+            tile_dims=REDUCED_DIMS,
+            tile_pieces=REDUCED_PIECES,
+            least_keys=LEAST_KEYS,
+            early=early,
+            num_warps=4,
+            launch_pdl=early,
+        )
+    return out
