@@ -17,6 +17,7 @@ PROGRAM = """
 import json, sys
 import torch
 from mini_infer.modeling.load import load_model
+from mini_infer.modeling.weight_memory import weight_bytes
 from mini_infer.modeling.model_files import locate_model
 from mini_infer.runtime.resolve import resolve_engine
 
@@ -28,7 +29,9 @@ config, _, _ = resolve_engine({"model": sys.argv[1], "dtype": sys.argv[2]})
 files = locate_model(sys.argv[1])
 before, before_anonymous = memory("VmRSS"), memory("RssAnon")
 model = load_model(config, files)
+dtype = getattr(torch, config.dtype)
 print(json.dumps({
+    "foretold": weight_bytes(config.model_config, dtype, config.device),
     "peak": memory("VmHWM") - before,
     "kept": memory("RssAnon") - before_anonymous,
     "compiler": "sympy" in sys.modules,
@@ -72,4 +75,5 @@ def test_weights_are_in_memory_once(dtype: str, real_model_folder: Path) -> None
     assert measured["kept"] < 1.15 * final, (
         f"{measured['kept'] / final:.2f} times the weights remain"
     )
+    assert measured["foretold"] == pytest.approx(final, rel=0.01)
     assert not measured["compiler"], "loading imported torch's compiler: 50 MB and a second"

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
 """``x [T, in] float32 -> [T, out] float32``."""
+FBGEMM_ROWS, FBGEMM_COLUMNS = 512, 16
+"""fbgemm packs blocks of so many inputs and outputs, the last ones padded."""
 
 
 def has_float16_products() -> bool:
@@ -49,3 +51,13 @@ def blocked_product(weight: Tensor, bias: Tensor | None) -> Product:
         return out
 
     return product
+
+
+def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int | None:
+    """What a product with packed weights keeps of a weight; None where there is none."""
+    if dtype == torch.float16 and has_float16_products():
+        inputs = -(-in_features // FBGEMM_ROWS) * FBGEMM_ROWS
+        return -(-out_features // FBGEMM_COLUMNS) * FBGEMM_COLUMNS * inputs * dtype.itemsize
+    if dtype == torch.float32 and has_blocked_products():
+        return out_features * in_features * dtype.itemsize
+    return None

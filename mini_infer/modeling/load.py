@@ -1,17 +1,19 @@
 """From model files to a model on its device."""
 
-import math
+import logging
+import time
 
-import psutil
 import torch
 
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.dummy_source import DummySource
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.safetensors_source import SafetensorsSource
-from mini_infer.modeling.weights import WeightSource, build_model, checkpoint_shapes
+from mini_infer.modeling.weight_memory import check_memory
+from mini_infer.modeling.weights import WeightSource, build_model
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(config: EngineConfig, files: ModelFiles) -> CausalLM:
@@ -21,15 +23,20 @@ def load_model(config: EngineConfig, files: ModelFiles) -> CausalLM:
         OutOfMemoryError: the weights alone exceed the free memory.
         WeightsError: the checkpoint does not fit the architecture.
     """
+    begin = time.perf_counter()
+    check_memory(config)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    _check_memory(config, dtype)
-    return build_model(
+    model = build_model(
         config.model_config,
         _open_source(config, files, dtype),
         dtype,
         config.device,
         config.max_model_len,
     )
+    if config.device == "cuda":
+        torch.cuda.synchronize()  # a GPU draws random weights after it was told to
+    logger.info("weights are on %s after %.1f s", config.device, time.perf_counter() - begin)
+    return model
 
 
 def _open_source(config: EngineConfig, files: ModelFiles, dtype: torch.dtype) -> WeightSource:
@@ -40,18 +47,3 @@ def _open_source(config: EngineConfig, files: ModelFiles, dtype: torch.dtype) ->
 
         return GGUFSource(files.weights)
     return SafetensorsSource(files.weights)
-
-
-def _check_memory(config: EngineConfig, dtype: torch.dtype) -> None:
-    """Linux kills a process that takes too much memory; an error that says so is kinder."""
-    shapes = checkpoint_shapes(config.model_config)
-    needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    if config.device == "cpu":
-        free = psutil.virtual_memory().available
-    else:
-        free, _ = torch.cuda.mem_get_info()
-    if needed > free:
-        raise OutOfMemoryError(
-            f"the weights of {config.model} need {needed / 2**30:.1f} GiB in {config.dtype}, "
-            f"{free / 2**30:.1f} GiB are free: use a smaller model or dtype"
-        )

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from mini_infer.core.errors import WeightsError
 from mini_infer.core.model_config import ModelConfig
@@ -67,12 +68,22 @@ def build_model(
     """
     model = empty_model(config, dtype, device, max_model_len)
     unfinished = _unfinished_layers(model)
-    for name in load_weights(model, source):
-        for layer in unfinished:
-            layer.missing.discard(name)
-        for layer in [layer for layer in unfinished if not layer.missing]:
-            layer.module.finish_loading()
-            unfinished.remove(layer)
+    nbytes = {name: place.nbytes for name, place in checkpoint_places(model).items()}
+    with tqdm(
+        total=sum(nbytes.values()),
+        desc="Weights",
+        unit="B",
+        unit_scale=True,
+        disable=None,  # unless a terminal is there to see it
+        leave=False,
+    ) as bar:
+        for name in load_weights(model, source):
+            for layer in unfinished:
+                layer.missing.discard(name)
+            for layer in [layer for layer in unfinished if not layer.missing]:
+                layer.module.finish_loading()
+                unfinished.remove(layer)
+            bar.update(nbytes[name])
     return model
 
 

@@ -5,7 +5,7 @@ import torch
 
 from mini_infer.core.errors import UnsupportedModelError
 from mini_infer.modeling.dummy_source import DummySource
-from mini_infer.modeling.weights import build_model
+from mini_infer.modeling.weights import build_model, checkpoint_places, empty_model
 from tests.modeling.driver import PagedDriver
 from tests.modeling.fakes import tiny_config
 
@@ -70,3 +70,15 @@ def test_logits_keep_their_spread_at_any_width(hidden_size: int) -> None:
 def test_an_unsupported_architecture_is_refused() -> None:
     with pytest.raises(UnsupportedModelError):
         DummySource(tiny_config("GPTForCausalLM"), 0, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_drawn_in_place_are_those_of_a_tensor_by_itself(dtype: torch.dtype) -> None:
+    config = tiny_config("Qwen2ForCausalLM")
+    source = DummySource(config, 3, dtype)
+    model = empty_model(config, dtype)
+    places = checkpoint_places(model)
+    kept = dict(places)
+    assert list(source.load_into(places)) == list(kept)
+    assert not places
+    assert all(torch.equal(place, source.get(name)) for name, place in kept.items())

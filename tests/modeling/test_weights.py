@@ -1,12 +1,14 @@
 """Checkpoint tensors to parameters: where each goes, and what is said when one does not fit."""
 
 import gc
+import io
 import random
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from mini_infer.core.errors import UnsupportedModelError, WeightsError
 from mini_infer.kernels.cpu_linear import has_blocked_products, has_float16_products
@@ -287,3 +289,31 @@ def test_positions_reach_max_model_len() -> None:
     assert build_model(config, source, torch.float32).rotary.table.shape == (128, 8)
     longer = build_model(config, source, torch.float32, max_model_len=200)
     assert longer.rotary.table.shape == (200, 8)
+
+
+def test_a_progress_bar_counts_bytes_and_only_a_terminal_sees_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bars: list[tqdm[Any]] = []
+
+    class Watched(tqdm):  # type: ignore[type-arg]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options, file=terminal)
+            bars.append(self)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = io.StringIO()
+    monkeypatch.setattr("mini_infer.modeling.weights.tqdm", Watched)
+    config = tiny_config(tie_word_embeddings=True)
+    source = MemorySource(random_tensors(config))
+    build_model(config, source, torch.bfloat16)
+    assert not terminal.getvalue()
+    terminal = Terminal()
+    build_model(config, source, torch.bfloat16)
+    assert terminal.getvalue()
+    total = 2 * sum(tensor.numel() for tensor in source.tensors.values())
+    assert bars[1].n == bars[1].total == total
+    assert capsys.readouterr() == ("", "")
