@@ -1,0 +1,103 @@
+"""Small-batch products in Triton against the reference in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mini_infer.kernels import reference
+from tests.kernels.triton_device import DEVICE
+
+pytest.importorskip("triton")
+skinny = pytest.importorskip("mini_infer.kernels.triton.skinny")
+
+DTYPES = [torch.float32, torch.float16]  # the interpreter's products of bfloat16 are wrong
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3}
+EPS = 1e-5
+BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+BY_ROWS = pytest.mark.parametrize("num_rows", [1, 2, 3, 9, 20])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def assert_near(out: Tensor, exact: Tensor) -> None:
+    assert out.shape == exact.shape
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < TOLERANCE[out.dtype]
+
+
+def double(*values: Tensor | None) -> list[Tensor | None]:
+    return [None if value is None else value.double() for value in values]
+
+
+@BY_DTYPE
+@BY_ROWS
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("num_outputs", "size"), [(37, 48), (130, 1040)])
+def test_linear(
+    num_outputs: int,
+    size: int,
+    with_norm: bool,
+    with_bias: bool,
+    num_rows: int,
+    dtype: torch.dtype,
+) -> None:
+    x, weight = random(num_rows, size, dtype=dtype), random(num_outputs, size, dtype=dtype, seed=1)
+    bias = random(num_outputs, dtype=dtype, seed=2) if with_bias else None
+    scale = random(size, dtype=dtype, seed=3)
+    norm = (scale, EPS) if with_norm else None
+    out = skinny.linear(x, weight, bias, norm)
+    assert out.dtype == dtype
+    exact_norm = (scale.double(), EPS) if with_norm else None
+    assert_near(out, reference.linear(*double(x, weight, bias), exact_norm))
+
+
+@BY_DTYPE
+@BY_ROWS
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_add_linear(with_bias: bool, num_rows: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_rows, 80, dtype=dtype), random(37, 80, dtype=dtype, seed=1)
+    bias = random(37, dtype=dtype, seed=2) if with_bias else None
+    residual = random(num_rows, 37, dtype=dtype, seed=3)
+    exact = reference.add_linear_(*double(residual, x, weight, bias))
+    assert skinny.add_linear_(residual, x, weight, bias) is residual
+    assert_near(residual, exact)
+
+
+@BY_DTYPE
+@BY_ROWS
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_gated_linear(with_norm: bool, with_bias: bool, num_rows: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_rows, 80, dtype=dtype), random(2 * 37, 80, dtype=dtype, seed=1)
+    bias = random(2 * 37, dtype=dtype, seed=2) if with_bias else None
+    scale = random(80, dtype=dtype, seed=3)
+    out = skinny.gated_linear(x, weight, bias, (scale, EPS) if with_norm else None)
+    exact_norm = (scale.double(), EPS) if with_norm else None
+    assert_near(out, reference.gated_linear(*double(x, weight, bias), exact_norm))
+
+
+def test_splits_leave_their_counters_at_zero() -> None:
+    """The sum of splits is the last arrival's work; a second product finds the counters unused."""
+    x, weight = random(20, 600), random(64, 600, seed=1)
+    first = skinny.linear(x, weight)
+    assert torch.equal(skinny.linear(x, weight), first)
+    assert not skinny.arrivals(x.device).any()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "weight", "expected"),
+    [
+        (1, torch.zeros(8, 32), True),
+        (0, torch.zeros(8, 32), False),
+        (100_000, torch.zeros(8, 32), False),
+        (1, torch.zeros(8, 33), False),
+        (1, torch.zeros(32, 64).t(), False),
+        (1, torch.zeros(8, 32, dtype=torch.int8), False),
+    ],
+)
+def test_is_skinny(num_rows: int, weight: Tensor, expected: bool) -> None:
+    assert skinny.is_skinny(num_rows, weight) is expected
