@@ -53,13 +53,17 @@ def _gpu_seconds(call: Callable[[], None]) -> float:
     call()  # compiles, and chooses an algorithm
     times = []
     for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = _event(), _event()
         begin.record()
         call()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
+        times.append(float(begin.elapsed_time(end)) / 1000)
     return statistics.median(times)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _cpu_bandwidth() -> float:

@@ -75,8 +75,9 @@ class Trace:
 class Client:
     """Drives one engine. A context: it listens to the engine's events while it is open."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, temperature: float = 0.0) -> None:
         self._engine = llm.engine
+        self._temperature = temperature
         self._ids = itertools.count()
         self.trace = Trace()
         self.outputs: dict[str, RequestOutput] = {}
@@ -94,9 +95,11 @@ class Client:
         self._engine.events.unsubscribe(self.trace.observe)
 
     def send(self, job: Job) -> str:
-        """Queues a greedy request that runs to its full length; returns its id."""
+        """Queues a request that runs to its full length; returns its id."""
         request_id = f"bench-{next(self._ids)}"
-        params = SamplingParams(temperature=0, max_tokens=job.num_output_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=self._temperature, max_tokens=job.num_output_tokens, ignore_eos=True
+        )
         self._engine.add_request(request_id, job.prompt_token_ids, params)
         return request_id
 

@@ -20,8 +20,8 @@ COLD, CACHED = f"{FIRST_TOKEN}, cold", f"{FIRST_TOKEN}, cached"
 PREFILL = "prefill"
 PROFILED_OUTPUT = 64
 """Output tokens of a request, at most, where only a trace is wanted."""
-PROFILE_SKIP = {FIRST_TOKEN: 0, PREFILL: 1}
-"""Steps before the trace, of workloads that have no steady decode to wait for."""
+PROFILED_FROM_START = (PREFILL, FIRST_TOKEN)
+"""They have no steady decode to wait for."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from client import Job
 from gpu_measure import (
     CACHED,
     COLD,
-    PROFILE_SKIP,
+    PROFILED_FROM_START,
     TEMPERATURE,
     Measurements,
     measure,
@@ -40,6 +40,7 @@ from harness import (
     Bar,
     Report,
     Value,
+    bundled_model,
     describe,
     make_parser,
     open_engine,
@@ -59,7 +60,7 @@ HUGGING_FACE = {"batch 1": 32, "batch 8": 32}
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.set_defaults(load_format="dummy")
+    parser.set_defaults(load_format="dummy", model=bundled_model("qwen2.5-7b"))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--first-tokens", type=positive, default=5, help="medians are over these")
     parser.add_argument("--shrink", type=positive, default=1, help="divide lengths and counts")
@@ -107,7 +108,8 @@ def _run_engine(
         for name in arguments.workloads if arguments.profile is not None else ():
             llm.engine.reset_prefix_cache()
             jobs = profiled_jobs(name, sizes, config.block_size)
-            with trace(arguments, llm, name, PROFILE_SKIP.get(name)):
+            skip = 0 if name in PROFILED_FROM_START else None
+            with trace(arguments, llm, name, skip):
                 timed(llm, jobs)
     return found, sizes
 

@@ -75,6 +75,11 @@ def positive(text: str) -> int:
     return value
 
 
+def bundled_model(name: str) -> str:
+    """Where the configuration of a model to measure is, from the working folder."""
+    return os.path.relpath(Path(__file__).parent / "models" / name)
+
+
 def engine_option(text: str) -> tuple[str, Any]:
     """argparse type: an option of ``EngineConfig`` and its value, as JSON or as plain text."""
     name, equals, value = text.partition("=")
