@@ -104,9 +104,8 @@ class KVCacheManager:
         With a ``prefix`` (at admission only) its blocks become the head of the request's table.
         Returns the newly taken blocks, in order, or None and no change when too few are left.
         """
-        table = self._tables.get(request.request_id)
-        if table and request.num_computed_tokens + num_new_tokens <= len(table) * self.block_size:
-            return []  # most decodes
+        if request.num_computed_tokens + num_new_tokens <= request.kv_capacity:
+            return []
         if self.blocks_needed(request, num_new_tokens, prefix) > self._pool.num_available:
             return None
         table = self._tables.setdefault(request.request_id, [])
@@ -120,7 +119,8 @@ class KVCacheManager:
         new_blocks = self._pool.allocate(max(0, self.blocks_for(end) - len(table)))
         assert new_blocks is not None, "blocks_needed promised enough"
         table.extend(new_blocks)
-        if new_blocks:
+        request.kv_capacity = len(table) * self.block_size
+        if new_blocks and self._events.wants(BlocksAllocated):
             self._events.emit(
                 BlocksAllocated(self._events.now(), request.request_id, tuple(new_blocks))
             )
@@ -143,6 +143,7 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Gives back all blocks, tail first, so that a shared head is evicted last."""
+        request.kv_capacity = 0
         table = self._tables.pop(request.request_id, [])
         self._num_committed.pop(request.request_id, None)
         for block_id in reversed(table):

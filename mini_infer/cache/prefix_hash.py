@@ -19,14 +19,27 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     Cryptographic on purpose: with a weak mix, a user could craft a prompt that collides with
     another's and be served the other's KV.
     """
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+    return _chain(parent, _token_bytes(token_ids))
 
 
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, cache_salt: str
 ) -> None:
     """Appends the hashes of the blocks of ``token_ids`` that are full and not hashed yet."""
+    first, last = len(hashes), len(token_ids) // block_size
+    if first == last:
+        return
     parent = hashes[-1] if hashes else root_hash(cache_salt)
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size])
+    data = memoryview(_token_bytes(token_ids[first * block_size : last * block_size]))
+    size = len(data) // (last - first)
+    for start in range(0, len(data), size):
+        parent = _chain(parent, data[start : start + size])
         hashes.append(parent)
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    return array("q", token_ids).tobytes()
+
+
+def _chain(parent: bytes, data: bytes | memoryview) -> bytes:
+    return blake2b(parent + data, digest_size=HASH_BYTES).digest()

@@ -1,6 +1,7 @@
 """What the scheduler tells an executor. Frozen plain data: it may cross a process boundary."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mini_infer.core.sampling_params import SamplingParams
 
@@ -23,9 +24,11 @@ class Admission:
     """Blocks that came with a prefix hit; blocks allocated this step are in the chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One request's share of a step: ``num_new_tokens`` tokens after the computed ones."""
+class Chunk(NamedTuple):
+    """One request's share of a step: ``num_new_tokens`` tokens after the computed ones.
+
+    A named tuple, as hundreds are built a step: a frozen dataclass takes three times as long.
+    """
 
     request_id: str
     slot: int

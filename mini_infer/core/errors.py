@@ -55,6 +55,10 @@ class OutOfMemoryError(MiniInferError):
     """The weights or the smallest useful KV cache do not fit the memory that is there."""
 
 
+class PolicyError(MiniInferError):
+    """A user's scheduling policy raised, or answered what is no answer; names policy and method."""
+
+
 class StepError(MiniInferError):
     """A model step raised while one of the caller's requests was in it."""
 

@@ -1,7 +1,7 @@
 """What comes out: per step for machines, per request for people. Names follow vLLM's."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -31,9 +31,11 @@ class StepOutput:
     """Of the prompt tokens *predicted* by the chunk's positions; () where not asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
-    """What one step meant for one request: the scheduler's answer, still without text."""
+class RequestUpdate(NamedTuple):
+    """What one step meant for one request: the scheduler's answer, still without text.
+
+    A request that is ``told_at_end`` gets one, with all that it generated.
+    """
 
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -99,9 +101,11 @@ class RequestOutput:
     finished: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestDelta:
     """What is new for one choice of one request since its last delta.
+
+    A request that is not streamed has one delta per choice, its last, with the whole choice.
 
     In each of ``logprobs``, the token that stands there comes first, then the likeliest ones.
 

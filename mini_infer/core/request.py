@@ -6,6 +6,9 @@ from enum import Enum, auto
 from mini_infer.core.outputs import FinishReason, TokenLogprobs
 from mini_infer.core.sampling_params import SamplingParams
 
+Rank = tuple[tuple[float, ...], int]
+"""Place in the queues: the scheduling policy's key, then the order of arrival; smaller first."""
+
 
 class RequestState(Enum):
     """The scheduler's four queues, and the end."""
@@ -46,8 +49,16 @@ class Request:
     priority: int = 0
     """Lower runs first under the ``priority`` policy."""
     cache_salt: str = ""
+    told_at_end: bool = False
+    """Nobody reads its tokens before it ends: it gets one ``RequestUpdate``, with all of them."""
 
     stop_token_ids: frozenset[int] = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)
+    """Tokens that may end it: ``stop_token_ids``, and those of end of sequence unless ignored."""
+    max_num_tokens: int = field(init=False)
+    """Prompt + ``max_tokens``."""
+    rank: Rank = ((), 0)
+    """Constant from its arrival on, so that queues stay in order."""
     state: RequestState = RequestState.WAITING
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
@@ -58,15 +69,23 @@ class Request:
     num_preemptions: int = 0
     slot: int = -1
     """Row of the device's token table; -1 while not admitted."""
+    kv_capacity: int = 0
+    """Tokens that its KV blocks hold; kept by ``KVCacheManager``."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of ``token_ids``, extended as they fill."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    """Of the clock of the events: when the results of the steps that sampled them were taken in."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
+        ignored = self.params.ignore_eos
+        self.end_token_ids = self.stop_token_ids | (frozenset() if ignored else self.eos_token_ids)
+        self.max_num_tokens = len(self.prompt_token_ids) + self.max_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

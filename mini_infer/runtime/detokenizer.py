@@ -6,6 +6,23 @@ from collections.abc import Sequence
 from mini_infer.runtime.tokenizer import Tokenizer
 
 
+class TokenTexts(dict[int, bytes]):
+    """Each token's bytes in a text, b"" of special ones that are skipped; looked up once each.
+
+    Shared by all choices, so that the whole text of one that nobody streamed is a join.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self.strips_leading_space = tokenizer.strips_leading_space
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> bytes:
+        skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        data = self[token_id] = b"" if skipped else self._tokenizer.token_bytes(token_id)
+        return data
+
+
 class IncrementalDetokenizer:
     """Turns one choice's output tokens into text; a character split over tokens waits.
 
@@ -19,27 +36,16 @@ class IncrementalDetokenizer:
     leading space does so only where the output is the start of the text, not after a prompt.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._bytes_of = texts.__getitem__
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip_space = tokenizer.strips_leading_space and not any(
-            map(self._bytes, prompt_token_ids)
+        self._strip_space = texts.strips_leading_space and not any(
+            map(self._bytes_of, prompt_token_ids)
         )
-
-    def _bytes(self, token_id: int) -> bytes:
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
-            return b""
-        return self._tokenizer.token_bytes(token_id)
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` complete."""
-        data = b"".join(map(self._bytes, token_ids))
+        data = b"".join(map(self._bytes_of, token_ids))
         if self._strip_space and data:
             data = data.removeprefix(b" ")
             self._strip_space = False

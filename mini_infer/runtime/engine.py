@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import InvalidRequestError
+from mini_infer.core.errors import InvalidRequestError, MiniInferError
 from mini_infer.core.events import EventStream
-from mini_infer.core.outputs import RequestDelta
+from mini_infer.core.outputs import RequestDelta, RequestUpdate
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.executor import Executor, StepHandle
 from mini_infer.runtime.input_processor import InputProcessor, ProcessedRequest
@@ -77,6 +77,7 @@ class LLMEngine:
 
         Raises:
             InvalidRequestError: the request can't be served as it stands, or its id is in use.
+            PolicyError: a user's scheduling policy failed on it.
         """
         self.add(
             self.input_processor.process(
@@ -95,7 +96,7 @@ class LLMEngine:
         try:
             for request in processed.requests:
                 self.scheduler.add(request)
-        except InvalidRequestError:
+        except MiniInferError:
             self._drop(request_id)
             raise
 
@@ -116,8 +117,8 @@ class LLMEngine:
     def step(self) -> list[RequestDelta]:
         """Launches what can run, takes in the oldest step in flight, returns what is new.
 
-        A step that raises ends the requests that it held, with finish reason ``error``; all others
-        go on.
+        A step that raises ends the requests that it held, with finish reason ``error``; a user's
+        policy that raises, the request that it was asked about. All others go on.
         """
         while len(self._in_flight) < self.config.depth and not self._submit_failed:
             batch = self.scheduler.schedule()
@@ -125,6 +126,7 @@ class LLMEngine:
                 break
             self._in_flight.append((batch, self._submit(batch)))
         deltas, self._pending_deltas = self._pending_deltas, []
+        deltas += self._process(self.scheduler.take_failures())
         if self._in_flight:
             batch, handle = self._in_flight.popleft()
             if not self._in_flight:
@@ -156,6 +158,11 @@ class LLMEngine:
             updates = self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
         else:
             updates = self.scheduler.update(batch, result)
+        return self._process(updates)
+
+    def _process(self, updates: Sequence[RequestUpdate]) -> list[RequestDelta]:
+        if not updates:
+            return []
         processed = self._output_processor.process(updates)
         for child_id, stop_string in processed.stopped:
             self.scheduler.finish(child_id, "stop", stop_string)

@@ -26,6 +26,8 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     requests: list[Request] = field(default_factory=list)
+    stream: bool = True
+    """Does the caller read deltas as they come? Else each choice has one, at its end."""
 
 
 class InputProcessor:
@@ -55,10 +57,12 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        stream: bool = True,
     ) -> ProcessedRequest:
         """``params.n`` requests for one prompt: ``request_id`` itself, or ``request_id#i``.
 
-        ``add_special_tokens`` is False for a rendered chat template, which holds its own.
+        ``add_special_tokens`` is False for a rendered chat template, which holds its own. Without
+        ``stream`` no delta comes before a choice ends, which spares their making.
 
         Raises:
             InvalidRequestError: empty prompt, a token id outside the vocabulary, or a priority or
@@ -92,11 +96,12 @@ class InputProcessor:
                 bad_words_token_ids=bad_words,
                 priority=priority,
                 cache_salt=cache_salt,
+                told_at_end=not stream and _only_tokens(params),
             )
             for index in range(params.n)
         ]
         text = prompt if isinstance(prompt, str) else None
-        return ProcessedRequest(request_id, text, prompt_token_ids, params, requests)
+        return ProcessedRequest(request_id, text, prompt_token_ids, params, requests, stream)
 
     def _check_length(self, text: str) -> None:
         """Refuses a text of megabytes before minutes are spent on its tokens."""
@@ -109,6 +114,14 @@ class InputProcessor:
             )
 
     def _check_token_ids(self, param: str, token_ids: Iterable[int]) -> None:
+        token_ids = list(token_ids)
+        # Of thousands of ids in a prompt, none is looked at one by one in Python.
+        all_ints = set(map(type, token_ids)) <= {int}
+        if (
+            all_ints
+            and 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._vocab_size
+        ):
+            return
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise InvalidRequestError(
@@ -172,6 +185,11 @@ class InputProcessor:
         return tuple(sequences)
 
 
+def _only_tokens(params: SamplingParams) -> bool:
+    """Is nothing to be looked for in the text, or kept beside the tokens, while they come?"""
+    return not params.stop and params.logprobs is None and params.prompt_logprobs is None
+
+
 def _bad_word_too_long(word: str, length: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"bad_words: {word!r:.40} has {length} with a space before it or without, and a word may "
@@ -192,7 +210,7 @@ def _check_queueing(priority: object, cache_salt: object) -> None:
 def _integers(token_ids: Sequence[int]) -> list[int]:
     """Plain ints, also from an array of NumPy's or torch's integers; True is none."""
     try:
-        if not any(isinstance(token_id, bool) for token_id in token_ids):
+        if bool not in set(map(type, token_ids)):
             return list(map(operator.index, token_ids))
     except TypeError:
         pass

@@ -55,12 +55,14 @@ class LLM:
             InvalidRequestError: a prompt or parameter can't be served; nothing is generated then.
             StepError: the model raised.
         """
-        return self._finish(
-            self._process(
-                _as_list(prompts), sampling_params, priority=priority, cache_salt=cache_salt
-            ),
-            use_tqdm,
+        processed = self._process(
+            _as_list(prompts),
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            stream=False,
         )
+        return self._finish(processed, use_tqdm)
 
     def chat(
         self,
@@ -76,7 +78,7 @@ class LLM:
             self._chat_prompt(conversation, add_generation_prompt, chat_template_kwargs or {})
             for conversation in _as_conversations(messages)
         ]
-        processed = self._process(prompts, sampling_params, add_special_tokens=False)
+        processed = self._process(prompts, sampling_params, add_special_tokens=False, stream=False)
         return self._finish(processed, use_tqdm)
 
     def stream(
@@ -233,4 +235,4 @@ def _one_for_each(
 
 def _raise_on_error(delta: RequestDelta) -> None:
     if delta.finish_reason == "error":
-        raise StepError(f"the model failed on request {delta.request_id}: {delta.stop_reason}")
+        raise StepError(f"a step failed with request {delta.request_id}: {delta.stop_reason}")

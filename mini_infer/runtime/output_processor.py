@@ -13,10 +13,12 @@ from mini_infer.core.outputs import (
     RequestUpdate,
     TokenLogprobs,
 )
-from mini_infer.runtime.detokenizer import IncrementalDetokenizer
+from mini_infer.core.request import Request
+from mini_infer.runtime.detokenizer import IncrementalDetokenizer, TokenTexts
 from mini_infer.runtime.input_processor import ProcessedRequest
 from mini_infer.runtime.logprobs import LogprobRenderer
 from mini_infer.runtime.request_metrics import RequestMetricsObserver
+from mini_infer.runtime.step_results import end_update
 from mini_infer.runtime.stop_strings import StopStringMatcher
 from mini_infer.runtime.tokenizer import Tokenizer
 
@@ -45,25 +47,59 @@ class _Choice:
 
     parent: _Parent
     completion: CompletionOutput
+    request: Request
     detokenizer: IncrementalDetokenizer
     matcher: StopStringMatcher
     texts: list[str] = field(default_factory=list)
+
+    def read(self, update: RequestUpdate) -> tuple[str, int]:
+        """Takes in an update's tokens. Returns the text that is safe to show by now, and how many
+        of them are part of the output: all but those after a stop string."""
+        params = self.parent.processed.params
+        token_ids = self.completion.token_ids
+        new_token_ids = update.new_token_ids
+        # An end-of-sequence or stop token is no part of the text.
+        hides_last = update.finish_reason == "stop" and not params.include_stop_str_in_output
+        shown = new_token_ids[:-1] if hides_last else new_token_ids
+        if not params.stop:
+            token_ids += new_token_ids
+            text = self.detokenizer.append(shown)
+            if update.finish_reason is not None:
+                text += self.detokenizer.flush()
+            return text, len(new_token_ids)
+
+        pieces: list[str] = []
+        for count, token_id in enumerate(shown, start=1):
+            token_ids.append(token_id)
+            pieces.append(self._match(self.detokenizer.append((token_id,))))
+            if self.matcher.matched is not None:
+                return "".join(pieces), count
+        token_ids += new_token_ids[len(shown) :]
+        if update.finish_reason is not None:
+            pieces.append(self._match(self.detokenizer.flush()))
+            pieces.append(self.matcher.flush())
+        return "".join(pieces), len(new_token_ids)
+
+    def _match(self, text: str) -> str:
+        armed = len(self.completion.token_ids) > self.parent.processed.params.min_tokens
+        return self.matcher.append(text, armed)
 
 
 class OutputProcessor:
     """Keeps the text of every running request. Call ``add`` before the scheduler's.
 
-    A token at a time, so that the output does not depend on how many tokens a step brings: a stop
-    string ends a choice at the token that completes it, and drops what came after.
+    With stop strings a token at a time, so that the output does not depend on how many tokens a
+    step brings: a stop string ends a choice at the token that completes it, and drops what came
+    after.
     """
 
     def __init__(self, tokenizer: Tokenizer, events: EventStream) -> None:
-        self._tokenizer = tokenizer
         self._events = events
         self._parents: dict[str, _Parent] = {}
         self._choices: dict[str, _Choice] = {}
         self._renderer = LogprobRenderer(tokenizer)
         self._metrics = RequestMetricsObserver(events)
+        self._texts = {skip: TokenTexts(tokenizer, skip) for skip in (False, True)}
 
     @property
     def num_unfinished(self) -> int:
@@ -78,7 +114,7 @@ class OutputProcessor:
             prompt=processed.prompt,
             prompt_token_ids=processed.prompt_token_ids,
             outputs=[CompletionOutput(index) for index in range(params.n)],
-            metrics=self._metrics.add([request.request_id for request in processed.requests]),
+            metrics=self._metrics.add(processed.requests),
             finished=False,
         )
         parent = _Parent(processed, output, params.n)
@@ -90,8 +126,9 @@ class OutputProcessor:
             self._choices[request.request_id] = _Choice(
                 parent,
                 completion,
+                request,
                 IncrementalDetokenizer(
-                    self._tokenizer, processed.prompt_token_ids, params.skip_special_tokens
+                    self._texts[params.skip_special_tokens], processed.prompt_token_ids
                 ),
                 StopStringMatcher(params.stop, params.include_stop_str_in_output),
             )
@@ -104,7 +141,8 @@ class OutputProcessor:
         return [item.request_id for item in requests if item.request_id in self._choices]
 
     def process(self, updates: Sequence[RequestUpdate]) -> ProcessedOutputs:
-        """What a step's updates add to each choice; deltas without news are left out.
+        """What a step's updates add to each choice; deltas without news are left out, and of a
+        request that is not streamed, all but each choice's last.
 
         Updates of a choice that has ended already (a step was in flight when its stop string
         appeared) are ignored.
@@ -117,45 +155,26 @@ class OutputProcessor:
             delta = self._advance(choice, update)
             if choice.matcher.matched is not None and update.finish_reason is None:
                 result.stopped.append((update.request_id, choice.matcher.matched))
-            if delta.text or delta.token_ids or delta.finish_reason or delta.prompt_logprobs:
+            if delta is not None:
                 result.deltas.append(delta)
         return result
 
     def abort(self, request_id: str) -> list[RequestDelta]:
         """Ends every running choice with ``finish_reason`` "abort"; [] for an unknown request."""
-        updates = [
-            RequestUpdate(child, (), finish_reason="abort")
-            for child in self.unfinished_choices(request_id)
-        ]
-        return self.process(updates).deltas
+        children = self.unfinished_choices(request_id)
+        return self.process(
+            [end_update(self._choices[child].request, "abort") for child in children]
+        ).deltas
 
-    def _advance(self, choice: _Choice, update: RequestUpdate) -> RequestDelta:
+    def _advance(self, choice: _Choice, update: RequestUpdate) -> RequestDelta | None:
         parent, completion, matcher = choice.parent, choice.completion, choice.matcher
-        params = parent.processed.params
-        pieces = []
-        num_new_tokens = 0
-        for position, token_id in enumerate(update.new_token_ids, start=1):
-            num_new_tokens = position
-            completion.token_ids.append(token_id)
-            ends = update.finish_reason == "stop" and position == len(update.new_token_ids)
-            if ends and not params.include_stop_str_in_output:
-                break  # an end-of-sequence or stop token is no part of the text
-            armed = len(completion.token_ids) > params.min_tokens
-            pieces.append(matcher.append(choice.detokenizer.append((token_id,)), armed))
-            if matcher.matched is not None:
-                break
-
+        text, num_new_tokens = choice.read(update)
+        choice.texts.append(text)
+        token_ids = update.new_token_ids[:num_new_tokens]
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
-        if finish_reason is not None and matcher.matched is None:
-            armed = len(completion.token_ids) > params.min_tokens
-            pieces.append(matcher.append(choice.detokenizer.flush(), armed))
-            pieces.append(matcher.flush())
         if matcher.matched is not None:
             finish_reason, stop_reason = "stop", matcher.matched
-
-        logprobs = self._logprobs(completion, update.new_logprobs[:num_new_tokens], params.logprobs)
-        text = "".join(pieces)
-        choice.texts.append(text)
+        logprobs = self._logprobs(choice, update.new_logprobs[:num_new_tokens])
         prompt_logprobs = self._prompt_logprobs(parent, update)
         if completion.index == 0:
             parent.output.num_cached_tokens = max(
@@ -164,11 +183,19 @@ class OutputProcessor:
         output = None
         if finish_reason is not None:
             output = self._finish(update.request_id, choice, finish_reason, stop_reason)
+        if not parent.processed.stream:
+            if finish_reason is None:
+                return None
+            text, token_ids = completion.text, tuple(completion.token_ids)
+            logprobs = tuple(completion.logprobs or ())
+            prompt_logprobs = parent.output.prompt_logprobs
+        elif not (text or token_ids or finish_reason or prompt_logprobs):
+            return None
         return RequestDelta(
             request_id=parent.processed.request_id,
             index=completion.index,
             text=text,
-            token_ids=update.new_token_ids[:num_new_tokens],
+            token_ids=token_ids,
             logprobs=logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
@@ -201,11 +228,9 @@ class OutputProcessor:
         return parent.output
 
     def _logprobs(
-        self,
-        completion: CompletionOutput,
-        positions: Sequence[TokenLogprobs],
-        num_top: int | None,
+        self, choice: _Choice, positions: Sequence[TokenLogprobs]
     ) -> tuple[dict[int, Logprob], ...]:
+        completion, num_top = choice.completion, choice.parent.processed.params.logprobs
         if completion.logprobs is None or num_top is None:
             return ()
         shown = tuple(self._renderer.render(position, num_top) for position in positions)

@@ -2,18 +2,18 @@
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.errors import InvalidConfigError, PolicyError
 from mini_infer.core.request import Request
 
 
 class SchedulingPolicy(Protocol):
     """Orders requests. Select your own with ``scheduling_policy="module:Class"``."""
 
-    def key(self, request: Request) -> tuple[int, ...]:
-        """Smaller runs first. Constant over a request's life; of equal ones the first to arrive
-        runs first. The request with the smallest is never preempted, so a step always makes
+    def key(self, request: Request) -> tuple[float, ...]:
+        """Smaller runs first; of equal ones the first to arrive. Asked once, when the request
+        arrives. The request with the smallest is never preempted, so a step always makes
         progress."""
         ...
 
@@ -23,18 +23,18 @@ class SchedulingPolicy(Protocol):
         ...
 
     def may_displace(self, newcomer: Request, running: Request) -> bool:
-        """May a request that waits take the place of one that runs?"""
+        """May a request that waits take the place of one that runs and ranks after it?"""
         ...
 
 
 class FirstComeFirstServed:
     """Arrival order; the newest is preempted first; nobody is displaced by a newcomer."""
 
-    def key(self, request: Request) -> tuple[int, ...]:
+    def key(self, request: Request) -> tuple[float, ...]:
         return (request.arrival,)
 
     def choose_victim(self, candidates: Sequence[Request]) -> Request:
-        return max(candidates, key=self.key)
+        return max(candidates, key=lambda request: request.rank)
 
     def may_displace(self, newcomer: Request, running: Request) -> bool:
         return False
@@ -43,7 +43,7 @@ class FirstComeFirstServed:
 class Priority(FirstComeFirstServed):
     """Lower ``priority`` first, arrival order within one; a newcomer displaces lower ranks."""
 
-    def key(self, request: Request) -> tuple[int, ...]:
+    def key(self, request: Request) -> tuple[float, ...]:
         return (request.priority, request.arrival)
 
     def may_displace(self, newcomer: Request, running: Request) -> bool:
@@ -56,17 +56,40 @@ BUILT_IN: dict[str, type[SchedulingPolicy]] = {
 }
 
 
-class _Unique:
-    """A user's policy, its keys made unique: of two that rank alike neither could take the blocks
-    of the other, and both would wait for ever."""
+class _Guarded:
+    """A user's policy, whose mistakes become typed errors of the request that met them: in the
+    scheduler an exception of any other kind would end the engine, with everybody's requests."""
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
+    def __init__(self, policy: SchedulingPolicy, name: str) -> None:
         self._policy = policy
-        self.choose_victim = policy.choose_victim
-        self.may_displace = policy.may_displace
+        self._name = name
 
-    def key(self, request: Request) -> tuple[int, ...]:
-        return (*self._policy.key(request), request.arrival)
+    def key(self, request: Request) -> tuple[float, ...]:
+        key: Any = self._ask("key", request)
+        numbers = isinstance(key, tuple) and all(
+            isinstance(part, int | float) and part == part for part in key
+        )
+        if not numbers:
+            raise self._error("key", f"it must return a tuple of numbers, not {key!r:.80}")
+        return cast("tuple[float, ...]", key)
+
+    def choose_victim(self, candidates: Sequence[Request]) -> Request:
+        victim: Any = self._ask("choose_victim", candidates)
+        if not any(victim is candidate for candidate in candidates):
+            raise self._error("choose_victim", "it must return one of the candidates")
+        return cast("Request", victim)
+
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        return bool(self._ask("may_displace", newcomer, running))
+
+    def _ask(self, method: str, *args: object) -> object:
+        try:
+            return getattr(self._policy, method)(*args)
+        except Exception as error:
+            raise self._error(method, f"it raised {type(error).__name__}: {error}") from error
+
+    def _error(self, method: str, fault: str) -> PolicyError:
+        return PolicyError(f"scheduling policy {self._name}, method {method}(): {fault}")
 
 
 def load_policy(name: str) -> SchedulingPolicy:
@@ -94,4 +117,4 @@ def load_policy(name: str) -> SchedulingPolicy:
     ]
     if missing:
         raise InvalidConfigError(f"scheduling_policy {name!r} lacks {', '.join(missing)}()")
-    return _Unique(policy)
+    return _Guarded(policy, name)

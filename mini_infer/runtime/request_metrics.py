@@ -1,71 +1,72 @@
 """``RequestOutput.metrics``: the milestones of one request, read from the event stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mini_infer.core.events import (
-    ChunkScheduled,
-    Event,
-    EventStream,
-    Finished,
-    Preempted,
-    Queued,
-    RequestEvent,
-    TokensEmitted,
-)
+from mini_infer.core.events import Admitted, Event, EventStream, Finished, Preempted, Queued
 from mini_infer.core.outputs import RequestMetrics
+from mini_infer.core.request import Request
 
 
 @dataclass(slots=True)
 class _Choice:
     metrics: RequestMetrics
     """Shared by all choices of a caller's request."""
+    request: Request
     is_first: bool
     finished_time: float | None = None
     """When the scheduler ended it; None while a stop string or an abort is ahead of that."""
 
 
 class RequestMetricsObserver:
-    """Fills metrics while requests run: a request's are its choices' first and last milestones."""
+    """Fills metrics while requests run: a request's are its choices' first and last milestones.
+
+    It listens to what comes a few times in a request's life. The times of its tokens the scheduler
+    keeps on the request, so that no event per token need be built for them.
+    """
 
     def __init__(self, events: EventStream) -> None:
         self._events = events
         self._choices: dict[str, _Choice] = {}
-        events.subscribe(self._observe)
+        events.subscribe(self._observe, Queued, Admitted, Preempted, Finished)
 
-    def add(self, choice_ids: Sequence[str]) -> RequestMetrics:
-        """Starts to follow a caller's request, whose choices have these ids in the scheduler."""
+    def add(self, choices: Sequence[Request]) -> RequestMetrics:
+        """Starts to follow a caller's request, whose choices these are."""
         metrics = RequestMetrics(queued_time=self._events.now())
-        for index, choice_id in enumerate(choice_ids):
-            self._choices[choice_id] = _Choice(metrics, is_first=index == 0)
+        for index, request in enumerate(choices):
+            self._choices[request.request_id] = _Choice(metrics, request, is_first=index == 0)
         return metrics
 
     def end(self, choice_id: str) -> None:
         """Stops following a choice, which ends now unless the scheduler ended it before."""
         choice = self._choices.pop(choice_id)
+        metrics, request = choice.metrics, choice.request
+        metrics.first_token_time = _of(min, metrics.first_token_time, request.first_token_time)
+        metrics.last_token_time = _of(max, metrics.last_token_time, request.last_token_time)
         finished_time = choice.finished_time
-        choice.metrics.finished_time = (
-            self._events.now() if finished_time is None else finished_time
-        )
+        metrics.finished_time = self._events.now() if finished_time is None else finished_time
 
     def _observe(self, event: Event) -> None:
-        if not isinstance(event, RequestEvent):
-            return
+        assert isinstance(event, Queued | Admitted | Preempted | Finished)
         choice = self._choices.get(event.request_id)
         if choice is None:
             return
         metrics = choice.metrics
-        if isinstance(event, TokensEmitted):
-            if metrics.first_token_time is None:
-                metrics.first_token_time = event.time
-            metrics.last_token_time = event.time
-        elif isinstance(event, ChunkScheduled):
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = event.time
-        elif isinstance(event, Queued):
+        if isinstance(event, Queued):
             if choice.is_first:
                 metrics.queued_time = event.time
+        elif isinstance(event, Admitted):  # with its first chunk
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = event.time
         elif isinstance(event, Preempted):
             metrics.num_preemptions += 1
-        elif isinstance(event, Finished):
+        else:
             choice.finished_time = event.time
+
+
+def _of(
+    choose: Callable[[Sequence[float]], float], one: float | None, other: float | None
+) -> float | None:
+    """The first or last of the times that are known."""
+    known = [time for time in (one, other) if time is not None]
+    return choose(known) if known else None

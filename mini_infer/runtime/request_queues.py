@@ -1,24 +1,41 @@
 """The scheduler's four queues: waiting, prefilling, decoding, preempted."""
 
 import heapq
+from bisect import bisect_left
 
-from mini_infer.core.request import Request, RequestState
-from mini_infer.runtime.policy import SchedulingPolicy
+from mini_infer.core.request import Rank, Request, RequestState
+
+
+class _RankedList:
+    """Requests in order of their ranks. Order is kept and not made: every step asks for it."""
+
+    def __init__(self) -> None:
+        self._ranks: list[Rank] = []
+        self.requests: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        index = bisect_left(self._ranks, request.rank)
+        self._ranks.insert(index, request.rank)
+        self.requests.insert(index, request)
+
+    def remove(self, request: Request) -> None:
+        index = bisect_left(self._ranks, request.rank)
+        assert self.requests[index] is request, "a rank is unique and constant"
+        del self._ranks[index], self.requests[index]
 
 
 class RequestQueues:
     """Requests by state. Outside are ``waiting`` and ``preempted``, inside, with a slot and blocks,
     ``prefilling`` and ``decoding``."""
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._policy = policy
-        self._heaps: dict[RequestState, list[tuple[tuple[int, ...], int, Request]]] = {
+    def __init__(self) -> None:
+        self._heaps: dict[RequestState, list[tuple[Rank, Request]]] = {
             RequestState.WAITING: [],
             RequestState.PREEMPTED: [],
         }
-        self._inside: dict[RequestState, dict[str, Request]] = {
-            RequestState.PREFILLING: {},
-            RequestState.DECODING: {},
+        self._inside = {
+            RequestState.PREFILLING: _RankedList(),
+            RequestState.DECODING: _RankedList(),
         }
         self._counts = dict.fromkeys(RequestState, 0)
 
@@ -27,15 +44,7 @@ class RequestQueues:
 
     @property
     def num_running(self) -> int:
-        return self._counts[RequestState.PREFILLING] + self._counts[RequestState.DECODING]
-
-    @property
-    def num_unfinished(self) -> int:
-        return self.num_running + self.num_outside
-
-    @property
-    def num_outside(self) -> int:
-        return self._counts[RequestState.WAITING] + self._counts[RequestState.PREEMPTED]
+        return sum(len(queue.requests) for queue in self._inside.values())
 
     def add(self, request: Request) -> None:
         """Enters a new request as waiting."""
@@ -47,7 +56,7 @@ class RequestQueues:
             return
         self._counts[request.state] -= 1
         if request.state in self._inside:
-            del self._inside[request.state][request.request_id]
+            self._inside[request.state].remove(request)
         elif self._heaps[request.state][0][-1] is request:
             heapq.heappop(self._heaps[request.state])
         self._insert(request, state)
@@ -58,15 +67,18 @@ class RequestQueues:
             return
         self._counts[state] += 1
         if state in self._inside:
-            self._inside[state][request.request_id] = request
+            self._inside[state].add(request)
         else:
-            heapq.heappush(
-                self._heaps[state], (self._policy.key(request), request.arrival, request)
-            )
+            heapq.heappush(self._heaps[state], (request.rank, request))
 
     def running(self, state: RequestState) -> list[Request]:
-        """Prefilling or decoding requests in the policy's order."""
-        return sorted(self._inside[state].values(), key=self._policy.key)
+        """Prefilling or decoding requests by rank: a list of the caller's own."""
+        return self._inside[state].requests.copy()
+
+    def last_running(self) -> Request | None:
+        """The last in rank of all that are inside."""
+        tails = [queue.requests[-1] for queue in self._inside.values() if queue.requests]
+        return max(tails, key=lambda request: request.rank, default=None)
 
     def next_outside(self) -> Request | None:
         """The first of the preempted and waiting requests."""

@@ -5,12 +5,11 @@ The idea of iteration-level scheduling is Orca's (OSDI 2022), chunked prefill is
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from mini_infer.cache.manager import KVCacheManager, PrefixMatch
-from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.batch import Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import PromptTooLongError
+from mini_infer.core.errors import PolicyError, PromptTooLongError
 from mini_infer.core.events import (
     Admitted,
     ChunkScheduled,
@@ -25,19 +24,8 @@ from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request, RequestState
 from mini_infer.runtime.policy import SchedulingPolicy, load_policy
 from mini_infer.runtime.request_queues import RequestQueues
-from mini_infer.runtime.step_results import apply_chunk_result
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step while it is being put together."""
-
-    budget: int
-    chunks: list[Chunk] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    held_back: set[str] = field(default_factory=set)
-    """In flight, so not to be preempted now; left out of this step, to be preempted next time."""
+from mini_infer.runtime.step_plan import StepPlan, emit_chunks
+from mini_infer.runtime.step_results import apply_chunk_result, end_update
 
 
 class Scheduler:
@@ -63,10 +51,11 @@ class Scheduler:
             events,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._queues = RequestQueues(self.policy)
+        self._queues = RequestQueues()
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._failures: list[RequestUpdate] = []
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -77,6 +66,7 @@ class Scheduler:
 
         Raises:
             PromptTooLongError: it could not finish even alone in the KV pool.
+            PolicyError: the scheduling policy gave it no key.
         """
         assert request.request_id not in self._requests, "the engine keeps ids apart"
         # The last sampled token is never an input, so it needs no KV.
@@ -89,6 +79,7 @@ class Scheduler:
                 "prompt",
             )
         request.arrival = self._num_arrivals
+        request.rank = (self.policy.key(request), request.arrival)
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._queues.add(request)
@@ -125,65 +116,107 @@ class Scheduler:
         """
         if not self._requests:
             return None
-        plan = _Plan(budget=self.config.max_num_batched_tokens)
+        plan = StepPlan(budget=self.config.max_num_batched_tokens)
         self._displace(plan)
-        for state in (RequestState.DECODING, RequestState.PREFILLING):
-            self._schedule_running(plan, state)
+        self._schedule_decoding(plan)
+        for request in self._queues.running(RequestState.PREFILLING):
+            self._schedule_running(plan, request, RequestState.PREFILLING)
         self._admit_from_outside(plan)
         if not plan.chunks:
             return None
-        batch = ScheduledBatch(self._num_steps, tuple(plan.chunks), tuple(plan.admissions))
+        batch = plan.to_batch(self._num_steps)
         self._num_steps += 1
         self._in_flight.append((batch.step_id, plan.requests))
+        if self.events.wants(ChunkScheduled):
+            emit_chunks(batch, self.events)
         return batch
 
     def update(self, batch: ScheduledBatch, out: StepOutput) -> list[RequestUpdate]:
-        """Takes in the result of the oldest step in flight."""
+        """Takes in the result of the oldest step in flight.
+
+        A request that is ``told_at_end`` is in the updates only when it ends.
+        """
+        now = self.events.now()
+        block_size = self.config.block_size
         updates: list[RequestUpdate] = []
-        for index, request in enumerate(self._pop_in_flight(batch)):
+        requests = self._pop_in_flight(batch)
+        for index, (request, chunk) in enumerate(zip(requests, batch.chunks, strict=True)):
             request.num_in_flight_steps -= 1
-            if request.finished:
+            if request.state is RequestState.FINISHED:
                 continue
-            chunk = batch.chunks[index]
-            update = apply_chunk_result(request, chunk, out, index, self.events)
-            self.cache.commit(request, chunk.num_computed_tokens + chunk.num_new_tokens)
-            if update is None:
-                continue
-            updates.append(update)
-            if update.finish_reason is not None:
-                self._finish(request, update.finish_reason, update.stop_reason)
-        self._emit_step_completed(batch)
+            update = apply_chunk_result(request, chunk, out, index, self.events, now)
+            start = chunk.num_computed_tokens
+            end = start + chunk.num_new_tokens
+            if start // block_size != end // block_size:  # a block is full
+                self.cache.commit(request, end)
+            if update is not None:
+                updates.append(update)
+                if update.finish_reason is not None:
+                    self._finish(request, update.finish_reason, update.stop_reason)
+        if self.events.wants(StepCompleted):
+            self._emit_step_completed(batch)
         return updates
+
+    def take_failures(self) -> list[RequestUpdate]:
+        """Requests that ended while ``schedule`` ran, since the last call: their policy failed."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[RequestUpdate]:
         """Ends the requests of a step that raised; all others go on."""
         updates = []
         for request in self._pop_in_flight(batch):
             request.num_in_flight_steps -= 1
-            if not request.finished:
+            if request.state is not RequestState.FINISHED:
                 self._finish(request, "error", message)
-                updates.append(RequestUpdate(request.request_id, (), (), "error", message))
-        self._emit_step_completed(batch)
+                updates.append(end_update(request, "error", message))
+        if self.events.wants(StepCompleted):
+            self._emit_step_completed(batch)
         return updates
 
     # -- how a step is put together
 
-    def _schedule_running(self, plan: _Plan, state: RequestState) -> None:
-        for request in self._queues.running(state):
-            if request.state is not state or request.request_id in plan.held_back:
-                continue  # it gave its place to one before it
-            num_new_tokens = self._chunk_size(plan, request)
-            if num_new_tokens == 0:
-                continue
-            new_blocks = self._allocate_or_preempt(plan, request, num_new_tokens)
-            if new_blocks is not None:
-                self._append_chunk(plan, request, num_new_tokens, new_blocks)
+    def _schedule_decoding(self, plan: StepPlan) -> None:
+        """In most steps each request here gets one more token, in a block that it has: that case
+        is written out, as it is what a step of hundreds of requests costs."""
+        for request in self._queues.running(RequestState.DECODING):
+            start = request.num_computed_tokens
+            if (
+                start < request.kv_capacity
+                and start + 1 == request.num_tokens < request.max_num_tokens
+                and plan.budget > 0
+                and not plan.held_back
+                and request.state is RequestState.DECODING
+            ):
+                plan.chunks.append(Chunk(request.request_id, request.slot, start, 1))
+                plan.requests.append(request)
+                plan.budget -= 1
+                request.num_computed_tokens = start + 1
+                request.num_in_flight_steps += 1
+                request.num_in_flight_tokens += 1
+            else:
+                self._schedule_running(plan, request, RequestState.DECODING)
 
-    def _chunk_size(self, plan: _Plan, request: Request) -> int:
+    def _schedule_running(self, plan: StepPlan, request: Request, state: RequestState) -> None:
+        if request.state is not state or request.request_id in plan.held_back:
+            return  # it gave its place to one before it
+        num_new_tokens = self._chunk_size(plan, request)
+        if num_new_tokens == 0:
+            return
+        try:
+            new_blocks = self._allocate_or_preempt(plan, request, num_new_tokens)
+        except PolicyError as error:
+            self._fail(request, error)
+            return
+        if new_blocks is not None:
+            self._append_chunk(plan, request, num_new_tokens, new_blocks)
+
+    def _chunk_size(self, plan: StepPlan, request: Request) -> int:
         """Tokens of ``request`` that this step may compute; 0 when it has to wait."""
-        if request.num_output_tokens + request.num_in_flight_tokens >= request.max_tokens:
+        num_tokens = request.num_tokens
+        if num_tokens >= request.max_num_tokens:
             return 0  # its last token is in flight
-        remaining = request.num_tokens - request.num_computed_tokens
+        remaining = num_tokens - request.num_computed_tokens
         if self.config.enable_chunked_prefill or remaining == 1:
             return min(remaining, plan.budget)
         # A whole prompt has the budget to itself: decodes beside it must not keep it out for ever.
@@ -191,29 +224,47 @@ class Scheduler:
         return remaining if remaining <= self.config.max_num_batched_tokens - prefill_tokens else 0
 
     def _allocate_or_preempt(
-        self, plan: _Plan, request: Request, num_new_tokens: int
+        self, plan: StepPlan, request: Request, num_new_tokens: int
     ) -> list[int] | None:
-        rank = self.policy.key(request)
         while (blocks := self.cache.allocate(request, num_new_tokens)) is None:
-            candidates = [c for c in self._unplanned(plan) if self.policy.key(c) > rank]
+            candidates = [c for c in self._unplanned(plan) if c.rank > request.rank]
             if not self._take_place(plan, candidates):
                 return None
         return blocks
 
-    def _displace(self, plan: _Plan) -> None:
-        """Lets the first who waits take the place of running requests, where the policy says so."""
-        while (request := self._queues.next_outside()) is not None:
-            candidates = [c for c in self._unplanned(plan) if self.policy.may_displace(request, c)]
-            prefix = self.cache.match_prefix(request)
-            if not candidates or self._has_room(request, prefix):
-                return
-            reclaimable = sum(len(self.cache.block_table(c)) for c in candidates)
-            if self._blocks_lacking(request, prefix) > reclaimable:
-                return  # it could not enter even then
-            if not self._take_place(plan, candidates):
-                return
+    def _displace(self, plan: StepPlan) -> None:
+        """Lets the first who waits take the place of running requests, where the policy says so.
 
-    def _take_place(self, plan: _Plan, candidates: list[Request]) -> bool:
+        They must rank after it, or each of two could displace the other for ever. First come,
+        first served, nobody does, and a look at the last of them is all that this costs.
+        """
+        while (request := self._queues.next_outside()) is not None:
+            last = self._queues.last_running()
+            if last is None or last.rank < request.rank:
+                return
+            try:
+                if not self._displace_for(plan, request):
+                    return
+            except PolicyError as error:
+                self._fail(request, error)
+
+    def _displace_for(self, plan: StepPlan, request: Request) -> bool:
+        """Preempts one running request for ``request``; False where none need or may go."""
+        candidates = [
+            other
+            for other in self._unplanned(plan)
+            if other.rank > request.rank and self.policy.may_displace(request, other)
+        ]
+        if not candidates:
+            return False
+        lacking = self._blocks_lacking(request, self.cache.match_prefix(request))
+        if lacking <= 0 and self._free_slots:
+            return False
+        reclaimable = sum(len(self.cache.block_table(c)) for c in candidates)
+        # Where more is lacking, it could not enter even then.
+        return lacking <= reclaimable and self._take_place(plan, candidates)
+
+    def _take_place(self, plan: StepPlan, candidates: list[Request]) -> bool:
         """Preempts an idle candidate; where all are in flight, sees to it that one soon isn't."""
         idle = [request for request in candidates if request.num_in_flight_steps == 0]
         if idle:
@@ -222,7 +273,7 @@ class Scheduler:
             plan.held_back.add(self.policy.choose_victim(candidates).request_id)
         return bool(idle)
 
-    def _unplanned(self, plan: _Plan) -> list[Request]:
+    def _unplanned(self, plan: StepPlan) -> list[Request]:
         """Running requests that the planned step does not touch."""
         taken = plan.held_back | {request.request_id for request in plan.requests}
         return [
@@ -241,13 +292,13 @@ class Scheduler:
         self._give_up_place(request)
         self._queues.move(request, RequestState.PREEMPTED)
 
-    def _admit_from_outside(self, plan: _Plan) -> None:
-        while plan.budget > 0:
+    def _admit_from_outside(self, plan: StepPlan) -> None:
+        while plan.budget > 0 and self._free_slots:
             request = self._queues.next_outside()
             if request is None:
                 return
             prefix = self.cache.match_prefix(request)
-            if not self._has_room(request, prefix):
+            if self._blocks_lacking(request, prefix) > 0:
                 return
             request.num_computed_tokens = prefix.num_tokens
             num_new_tokens = self._chunk_size(plan, request)
@@ -255,9 +306,6 @@ class Scheduler:
                 request.num_computed_tokens = 0
                 return
             self._admit(plan, request, prefix, num_new_tokens)
-
-    def _has_room(self, request: Request, prefix: PrefixMatch) -> bool:
-        return bool(self._free_slots) and self._blocks_lacking(request, prefix) <= 0
 
     def _blocks_lacking(self, request: Request, prefix: PrefixMatch) -> int:
         """Blocks missing for the whole prompt beside those promised to other prompts."""
@@ -270,10 +318,10 @@ class Scheduler:
         return needed + promised - self.cache.num_available_blocks
 
     def _admit(
-        self, plan: _Plan, request: Request, prefix: PrefixMatch, num_new_tokens: int
+        self, plan: StepPlan, request: Request, prefix: PrefixMatch, num_new_tokens: int
     ) -> None:
         new_blocks = self.cache.allocate(request, num_new_tokens, prefix)
-        assert new_blocks is not None, "_has_room promised enough"
+        assert new_blocks is not None, "_blocks_lacking found enough"
         request.slot = self._free_slots.pop()
         self._queues.move(request, RequestState.PREFILLING)
         now, request_id = self.events.now(), request.request_id
@@ -286,51 +334,13 @@ class Scheduler:
             )
         else:
             self.events.emit(Resumed(now, request_id, prefix.num_tokens))
-        plan.admissions.append(
-            Admission(
-                request_id=request_id,
-                slot=request.slot,
-                token_ids=tuple(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                params=request.params,
-                seed=request.seed,
-                stop_token_ids=tuple(sorted(request.eos_token_ids | request.stop_token_ids)),
-                bad_words_token_ids=request.bad_words_token_ids,
-                block_ids=prefix.block_ids,
-            )
-        )
+        plan.admit(request, prefix)
         self._append_chunk(plan, request, num_new_tokens, new_blocks)
 
     def _append_chunk(
-        self, plan: _Plan, request: Request, num_new_tokens: int, new_blocks: list[int]
+        self, plan: StepPlan, request: Request, num_new_tokens: int, new_blocks: list[int]
     ) -> None:
-        end = request.num_computed_tokens + num_new_tokens
-        samples = end == request.num_tokens
-        plan.chunks.append(
-            Chunk(
-                request_id=request.request_id,
-                slot=request.slot,
-                num_computed_tokens=request.num_computed_tokens,
-                num_new_tokens=num_new_tokens,
-                new_block_ids=tuple(new_blocks),
-                samples=samples,
-            )
-        )
-        plan.requests.append(request)
-        plan.budget = max(0, plan.budget - num_new_tokens)
-        self.events.emit(
-            ChunkScheduled(
-                self.events.now(),
-                request.request_id,
-                self._num_steps,
-                request.num_computed_tokens,
-                num_new_tokens,
-            )
-        )
-        request.num_computed_tokens = end
-        request.num_in_flight_steps += 1
-        if samples:
-            request.num_in_flight_tokens += 1
+        if plan.append(request, num_new_tokens, new_blocks):
             self._queues.move(request, RequestState.DECODING)
 
     # -- ends
@@ -357,6 +367,10 @@ class Scheduler:
                 request.num_output_tokens,
             )
         )
+
+    def _fail(self, request: Request, error: PolicyError) -> None:
+        self._finish(request, "error", str(error))
+        self._failures.append(end_update(request, "error", str(error)))
 
     def _give_up_place(self, request: Request) -> None:
         self.cache.release(request)

@@ -7,12 +7,13 @@ from mini_infer.core.request import Request
 
 
 def apply_chunk_result(
-    request: Request, chunk: Chunk, out: StepOutput, index: int, events: EventStream
+    request: Request, chunk: Chunk, out: StepOutput, index: int, events: EventStream, time: float
 ) -> RequestUpdate | None:
     """Appends the chunk's sampled tokens up to the first that stops the request.
 
     Several tokens may come at once (accepted drafts); those after a stop or beyond ``max_tokens``
-    are dropped. Returns None for a chunk that does not reach its request's end.
+    are dropped. Returns None where there is nothing to tell: for a chunk that does not reach its
+    request's end, and for a request that is told at its end and goes on.
     """
     if out.prompt_logprobs:
         _collect_prompt_logprobs(request, chunk, out, index)
@@ -21,28 +22,46 @@ def apply_chunk_result(
     request.num_in_flight_tokens -= 1
     reason: FinishReason | None = None
     stop_token: int | None = None
-    kept = 0
-    for token_id in out.token_ids[index]:
+    new_token_ids = out.token_ids[index]
+    for kept, token_id in enumerate(new_token_ids, start=1):
         request.token_ids.append(token_id)
-        kept += 1
-        reason, stop_token = _check_stop(request, token_id)
-        if reason is not None:
-            break
-    first = request.num_output_tokens == kept
-    new_token_ids = out.token_ids[index][:kept]
-    events.emit(
-        TokensEmitted(events.now(), request.request_id, new_token_ids, request.num_output_tokens)
-    )
+        if token_id in request.end_token_ids or len(request.token_ids) >= request.max_num_tokens:
+            reason, stop_token = _check_stop(request, token_id)
+            if reason is not None:
+                new_token_ids = new_token_ids[:kept]
+                break
+    is_first = request.first_token_time is None
+    if is_first:
+        request.first_token_time = time
+    request.last_token_time = time
+    if events.wants(TokensEmitted):
+        events.emit(
+            TokensEmitted(time, request.request_id, new_token_ids, request.num_output_tokens)
+        )
+    if request.told_at_end:
+        return None if reason is None else end_update(request, reason, stop_token)
     return RequestUpdate(
-        request_id=request.request_id,
-        new_token_ids=new_token_ids,
-        new_logprobs=out.logprobs[index][:kept] if out.logprobs else (),
-        finish_reason=reason,
-        stop_reason=stop_token,
-        num_cached_tokens=request.num_cached_tokens or 0,
-        prompt_logprobs=tuple(request.prompt_logprobs)
-        if first and request.prompt_logprobs
-        else None,
+        request.request_id,
+        new_token_ids,
+        out.logprobs[index][: len(new_token_ids)] if out.logprobs else (),
+        reason,
+        stop_token,
+        request.num_cached_tokens or 0,
+        tuple(request.prompt_logprobs) if is_first and request.prompt_logprobs else None,
+    )
+
+
+def end_update(
+    request: Request, reason: FinishReason, stop_reason: int | str | None = None
+) -> RequestUpdate:
+    """The update of a request that ends: its tokens, where they were not told as they came."""
+    return RequestUpdate(
+        request.request_id,
+        tuple(request.output_token_ids) if request.told_at_end else (),
+        (),
+        reason,
+        stop_reason,
+        request.num_cached_tokens or 0,
     )
 
 

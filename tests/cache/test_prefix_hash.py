@@ -32,6 +32,14 @@ def test_extending_equals_hashing_at_once(tokens: list[int], cut: int, block_siz
     assert hashes == hashes_of(tokens, block_size)
 
 
+def test_each_hash_is_its_blocks_after_its_parents() -> None:
+    tokens = list(range(100, 114))
+    parent = root_hash("salt")
+    for start, hash_ in zip(range(0, 12, 4), hashes_of(tokens, salt="salt"), strict=True):
+        parent = block_hash(parent, tokens[start : start + 4])
+        assert hash_ == parent
+
+
 def test_salts_share_nothing() -> None:
     assert not set(hashes_of(list(range(16)), salt="a")) & set(hashes_of(list(range(16))))
 

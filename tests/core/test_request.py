@@ -42,3 +42,14 @@ def test_finished_is_a_state() -> None:
 def test_bytes_of_a_token_in_a_layer() -> None:
     assert KVLayout(3, 64).bytes_per_token(4) == 2 * 3 * 64 * 4
     assert KVLayout(1, 576, has_values=False).bytes_per_token(2) == 576 * 2
+
+
+def test_what_may_end_it() -> None:
+    params = SamplingParams(stop_token_ids=(1, 2))
+    eos = frozenset({9})
+    new = Request("a", [5, 6, 7], params, seed=0, max_tokens=4, eos_token_ids=eos)
+    assert new.end_token_ids == {1, 2, 9}
+    assert new.max_num_tokens == 7
+    params = SamplingParams(stop_token_ids=(1, 2), ignore_eos=True)
+    new = Request("a", [5, 6, 7], params, seed=0, max_tokens=4, eos_token_ids=eos)
+    assert new.end_token_ids == {1, 2}

@@ -31,14 +31,22 @@ class Bench:
         self.processor = OutputProcessor(TOKENIZER, self.events)
         self.deltas: list[RequestDelta] = []
         self.stopped: list[tuple[str, str]] = []
+        self.requests: dict[str, Request] = {}
 
-    def add(self, request_id: str = "r", prompt: str | None = "ask", **params: Any) -> list[str]:
+    def add(
+        self,
+        request_id: str = "r",
+        prompt: str | None = "ask",
+        stream: bool = True,
+        **params: Any,
+    ) -> list[str]:
         sampling = SamplingParams(**{"max_tokens": 100, **params})
         ids = [request_id]
         if sampling.n > 1:
             ids = [f"{request_id}#{index}" for index in range(sampling.n)]
         requests = [Request(item, PROMPT, sampling, seed=0, max_tokens=100) for item in ids]
-        self.processor.add(ProcessedRequest(request_id, prompt, PROMPT, sampling, requests))
+        self.requests |= zip(ids, requests, strict=True)
+        self.processor.add(ProcessedRequest(request_id, prompt, PROMPT, sampling, requests, stream))
         return ids
 
     def update(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_infer.core.outputs import CompletionOutput
+from mini_infer.core.outputs import CompletionOutput, FinishReason, TokenLogprobs
 from tests.runtime.output_bench import EOS, PROMPT, TOKENIZER, Bench
 
 
@@ -232,3 +232,66 @@ def test_tokens_per_step_do_not_matter(
         return bench.choice
 
     assert run(step) == run(1)
+
+
+@settings(deadline=None)
+@given(
+    ids=st.lists(st.integers(0, TOKENIZER.vocab_size + 1), max_size=30),
+    stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=3), max_size=1),
+    reason=st.sampled_from(["length", "stop", "abort", "error"]),
+    skip=st.booleans(),
+    include=st.booleans(),
+)
+def test_a_request_that_is_not_streamed_has_the_same_output_in_one_delta(
+    ids: list[int], stops: list[str], reason: FinishReason, skip: bool, include: bool
+) -> None:
+    params = {
+        "stop": stops,
+        "skip_special_tokens": skip,
+        "include_stop_str_in_output": include,
+    }
+    streamed = Bench()
+    streamed.add(**params)
+    for token_id in ids[:-1]:
+        streamed.update([token_id])
+    if streamed.processor.num_unfinished:
+        streamed.update(ids[-1:], reason)
+
+    quiet = Bench()
+    quiet.add(stream=False, **params)
+    if stops:  # the scheduler tells each token: one may complete a stop string
+        for token_id in ids[:-1]:
+            quiet.update([token_id])
+        if quiet.processor.num_unfinished:
+            quiet.update(ids[-1:], reason)
+    else:
+        quiet.update(ids, reason)
+    [delta] = quiet.deltas
+    assert delta.text == quiet.choice.text == streamed.choice.text
+    assert list(delta.token_ids) == quiet.choice.token_ids == streamed.choice.token_ids
+    assert delta.finish_reason == quiet.choice.finish_reason == streamed.choice.finish_reason
+    assert delta.stop_reason == streamed.choice.stop_reason
+    assert quiet.stopped == streamed.stopped
+    quiet.assert_empty()
+
+
+def test_an_aborted_request_that_was_told_at_its_end_keeps_its_tokens(bench: Bench) -> None:
+    bench.add(stream=False)
+    bench.requests["r"].told_at_end = True
+    bench.requests["r"].token_ids += b"done"
+    [delta] = bench.processor.abort("r")
+    assert (delta.text, delta.token_ids) == ("done", tuple(b"done"))
+    assert (bench.processor.abort("r"), delta.finish_reason) == ([], "abort")
+
+
+def test_choices_that_are_not_streamed_have_a_delta_each(bench: Bench) -> None:
+    first, second = bench.add(n=2, stream=False, logprobs=0)
+    for name in (second, first):
+        bench.update("a", request_id=name, new_logprobs=(TokenLogprobs(97, -0.5, 1),))
+    assert bench.deltas == []
+    for name in (second, first):
+        bench.update("b", "length", name, new_logprobs=(TokenLogprobs(98, -0.5, 1),))
+    assert [(delta.index, delta.text) for delta in bench.deltas] == [(1, "ab"), (0, "ab")]
+    assert [len(delta.logprobs) for delta in bench.deltas] == [2, 2]
+    assert [choice.text for choice in bench.output.outputs] == ["ab", "ab"]
+    bench.assert_empty()

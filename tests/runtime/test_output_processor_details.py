@@ -3,14 +3,14 @@
 import pytest
 
 from mini_infer.core.events import (
+    Admitted,
     Answered,
-    ChunkScheduled,
     Event,
     Finished,
     Preempted,
     Queued,
+    Resumed,
     StepCompleted,
-    TokensEmitted,
 )
 from mini_infer.core.outputs import FinishReason, TokenLogprobs
 from tests.runtime.output_bench import EOS, PROMPT, Bench
@@ -78,22 +78,24 @@ def test_prompt_log_probabilities_nobody_asked_for(bench: Bench) -> None:
     assert bench.deltas[0].prompt_logprobs is None
 
 
-def test_metrics_come_from_the_events(bench: Bench) -> None:
+def test_metrics_come_from_the_events_and_the_times_of_tokens_from_the_request(
+    bench: Bench,
+) -> None:
     bench.now = 1.0
     bench.add()
     for event in (
         Queued(2.0, "r", 3),
-        ChunkScheduled(3.0, "r", 0, 0, 2),
+        Admitted(3.0, "r", 3, 0),
         Preempted(4.0, "r", 2),
-        ChunkScheduled(5.0, "r", 1, 0, 3),
-        TokensEmitted(6.0, "r", (1,), 1),
-        TokensEmitted(7.0, "r", (1,), 2),
-        TokensEmitted(8.0, "unknown", (1,), 2),
+        Resumed(5.0, "r", 0),
+        Queued(8.0, "unknown", 3),
         StepCompleted(8.0, 1, 1, 0, 1, 0, 1, 8),
         Finished(9.0, "r", "length", 3, 2),
     ):
         bench.events.emit(event)
     bench.now = 10.0
+    bench.requests["r"].first_token_time = 6.0
+    bench.requests["r"].last_token_time = 7.0
     bench.update("aa", "length")
     metrics = bench.output.metrics
     assert metrics.queued_time == 2.0
@@ -110,17 +112,32 @@ def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
     for event in (
         Queued(1.0, first, 3),
         Queued(2.0, second, 3),
-        TokensEmitted(3.0, second, (1,), 1),
-        TokensEmitted(4.0, first, (1,), 1),
+        Admitted(2.5, first, 3, 0),
+        Admitted(2.75, second, 3, 0),
         Finished(5.0, first, "length", 3, 1),
     ):
         bench.events.emit(event)
+    for name, times in ((first, (4.0, 4.5)), (second, (3.0, 3.5))):
+        bench.requests[name].first_token_time, bench.requests[name].last_token_time = times
     bench.update("a", "length", request_id=first)
     bench.now = 6.0
     deltas = bench.processor.abort("r")
     assert deltas[0].output is not None
     metrics = deltas[0].output.metrics
-    assert (metrics.queued_time, metrics.first_token_time, metrics.finished_time) == (1.0, 3.0, 6.0)
+    assert (metrics.queued_time, metrics.first_scheduled_time) == (1.0, 2.5)
+    assert (metrics.first_token_time, metrics.last_token_time) == (3.0, 4.5)
+    assert metrics.finished_time == 6.0
+
+
+def test_metrics_of_a_request_that_ends_before_its_first_token(bench: Bench) -> None:
+    bench.add()
+    bench.processor.abort("r")
+    bench.add()
+    [delta] = bench.processor.abort("r")
+    assert delta.output is not None
+    metrics = delta.output.metrics
+    assert metrics.first_token_time is metrics.last_token_time is None
+    assert metrics.time_to_first_token is None
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ from mini_infer.core.events import Event, EventStream, TokensEmitted
 from mini_infer.core.outputs import RequestUpdate, StepOutput, TokenLogprobs
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.runtime.step_results import apply_chunk_result
+from mini_infer.runtime.step_results import apply_chunk_result, end_update
 
 STOP, EOS = 99, 98
 PROMPT = [1, 2, 3]
+
+
+TIME = 7.5
 
 
 def apply(
@@ -24,7 +27,7 @@ def apply(
     events.subscribe(seen.append)
     logprobs = tuple(TokenLogprobs(token, -0.5, 1) for token in tokens)
     out = StepOutput((tuple(tokens),), (logprobs,))
-    update = apply_chunk_result(request, Chunk("a", 0, 0, 3), out, 0, events)
+    update = apply_chunk_result(request, Chunk("a", 0, 0, 3), out, 0, events, TIME)
     assert update is not None
     return request, update, seen
 
@@ -70,7 +73,7 @@ def test_ignore_eos_goes_on_to_the_cap_but_not_past_a_stop_token() -> None:
 def test_regression_18_an_unfinished_chunk_says_nothing() -> None:
     request = Request("a", list(PROMPT), SamplingParams(), 0, 5)
     chunk = Chunk("a", 0, 0, 2, samples=False)
-    assert apply_chunk_result(request, chunk, StepOutput(((),)), 0, EventStream()) is None
+    assert apply_chunk_result(request, chunk, StepOutput(((),)), 0, EventStream(), TIME) is None
     assert request.token_ids == PROMPT
 
 
@@ -84,9 +87,40 @@ def test_prompt_logprobs_are_collected_once_over_chunks_and_recomputation(cut: i
     events = EventStream()
     first = Chunk("a", 0, 0, cut, samples=False)
     for _ in range(2):
-        apply_chunk_result(request, first, StepOutput(((),), (), (entries[:cut],)), 0, events)
+        apply_chunk_result(request, first, StepOutput(((),), (), (entries[:cut],)), 0, events, TIME)
     last = Chunk("a", 0, cut, len(prompt) - cut)
     out = StepOutput(((42,),), (), (entries[cut:],))
-    update = apply_chunk_result(request, last, out, 0, events)
+    update = apply_chunk_result(request, last, out, 0, events, TIME)
     assert update is not None
     assert update.prompt_logprobs == (None, *entries)
+
+
+def test_the_times_of_tokens_are_kept_on_the_request_and_in_the_events() -> None:
+    request, _, events = apply([10, 11])
+    assert (request.first_token_time, request.last_token_time) == (TIME, TIME)
+    assert [event.time for event in events] == [TIME]
+    request.num_in_flight_tokens = 1
+    out = StepOutput(((12,),))
+    apply_chunk_result(request, Chunk("a", 0, 4, 1), out, 0, EventStream(), TIME + 1)
+    assert (request.first_token_time, request.last_token_time) == (TIME, TIME + 1)
+
+
+def test_a_request_told_at_its_end_gets_one_update_with_all_its_tokens() -> None:
+    request = Request("a", list(PROMPT), SamplingParams(), 0, 3, told_at_end=True)
+    request.num_cached_tokens = 2
+    updates = []
+    for token in (10, 11, 12):
+        request.num_in_flight_tokens = 1
+        chunk = Chunk("a", 0, len(request.token_ids) - 1, 1)
+        out = StepOutput(((token,),))
+        updates.append(apply_chunk_result(request, chunk, out, 0, EventStream(), TIME))
+    assert updates[:2] == [None, None]
+    assert updates[2] == RequestUpdate("a", (10, 11, 12), (), "length", None, 2)
+
+
+def test_the_end_of_a_request_brings_what_was_not_told_before() -> None:
+    for told_at_end, told in ((True, (10, 11)), (False, ())):
+        request = Request("a", list(PROMPT), SamplingParams(), 0, 5, told_at_end=told_at_end)
+        request.token_ids += [10, 11]
+        update = end_update(request, "error", "as told")
+        assert update == RequestUpdate("a", told, (), "error", "as told")

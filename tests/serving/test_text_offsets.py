@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
-from mini_infer.runtime.detokenizer import IncrementalDetokenizer
+from mini_infer.runtime.detokenizer import IncrementalDetokenizer, TokenTexts
 from mini_infer.serving.text_offsets import PromptText, TextPosition
 
 BOS, IM_START = 256, 258
@@ -68,7 +68,7 @@ def test_offsets_are_those_of_the_detokenizer(
     text = prompt_text(prompt, skip, tokenizer)
     position = text.end(echo=False)
     for index, token_id in enumerate(token_ids):
-        detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
+        detokenizer = IncrementalDetokenizer(TokenTexts(tokenizer, skip), prompt)
         before = detokenizer.append(token_ids[:index])
         offset = position.advance(text.shown_bytes(token_id))
         if token_id >= 256:
