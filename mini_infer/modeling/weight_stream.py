@@ -25,7 +25,7 @@ from mini_infer.modeling.safetensors_header import StoredTensor, unreadable
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """How much host memory a load takes, and how many threads fill it.
+    """How much host memory a load takes, and how many threads fill it: two buffers at least.
 
     One thread copies from the system's file cache at 5-10 GB/s; a PCIe 5 link takes 50.
     """
@@ -155,22 +155,22 @@ def stream_tensors(
     Raises:
         WeightsError: a file can't be read.
     """
-    if not places:
+    chunks = deque(plan_chunks(tensors, staging.buffer_bytes))
+    if not chunks:
         return
     device = next(iter(places.values())).device
-    free = deque(PinnedBuffer(staging.buffer_bytes, device) for _ in range(staging.num_buffers))
+    size = max(chunk.nbytes for chunk in chunks)
+    count = min(staging.num_buffers, len(chunks) + 1)  # pinning memory takes time
+    free = deque(PinnedBuffer(size, device) for _ in range(count))
     reads: deque[tuple[Chunk, PinnedBuffer, Future[None]]] = deque()
-    chunks = plan_chunks(tensors, staging.buffer_bytes)
     with ThreadPoolExecutor(staging.num_readers, "weights") as readers:
         try:
-            while True:
+            while chunks or reads:
                 # One stays free: the one that the device has only begun to copy from.
-                while len(free) > 1 and (chunk := next(chunks, None)):
-                    buffer = free.popleft()
+                while chunks and len(free) > 1:
+                    chunk, buffer = chunks.popleft(), free.popleft()
                     buffer.wait()
                     reads.append((chunk, buffer, readers.submit(buffer.read, chunk)))
-                if not reads:
-                    break
                 chunk, buffer, read = reads.popleft()
                 read.result()
                 buffer.copy_out(chunk, places)
