@@ -48,7 +48,7 @@ def vector_kernel(
     weights = weight_ptr + source.to(tl.int64) * size + k
     inside = k < size
     w = tl.load(weights, mask=is_output & inside, other=0.0, eviction_policy="evict_first")
-    g = tl.load(norm_ptr + k, mask=inside, other=0.0) if has_norm else 0.0
+    g = tl.load(norm_ptr + k, mask=inside, other=0.0) if has_norm else w
     if early:
         prefetch_slab(slab_ptr, slab_lines, slab_total, 256)
         tl.extra.cuda.gdc_wait()
@@ -74,7 +74,7 @@ def vector_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            g = tl.load(norm_ptr + start + k, mask=inside, other=0.0) if has_norm else 0.0
+            g = tl.load(norm_ptr + start + k, mask=inside, other=0.0) if has_norm else w
             x = tl.load(values + start, mask=is_row & inside, other=0.0)
     else:
         for start in range(tile_k, size, tile_k):
