@@ -1,0 +1,108 @@
+"""Kernels are compiled in threads and not run: for a GPU that a fake driver claims to be there."""
+
+from pathlib import Path
+from threading import current_thread
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from mini_infer.kernels.triton.compile_ahead import compile_ahead  # noqa: E402
+
+
+class FakeDriver:
+    """Compiles for an H100; counts what is loaded, by which thread, and what is launched."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.launched = 0
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        self.loaded.append(current_thread().name)
+        return 1, 1, 32, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return self._launch
+
+    def _launch(self, *_: Any) -> None:
+        self.launched += 1
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(driver, "_active", fake)
+    return fake
+
+
+def store(out, value: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.static_assert(value > 0)
+    tl.store(out + tl.arange(0, 16), value)
+
+
+def test_what_is_launched_within_is_compiled_once_and_runs_only_afterwards(
+    fake: FakeDriver,
+) -> None:
+    kernel = JITFunction(store)
+    out = torch.zeros(16, dtype=torch.int32)
+    with compile_ahead():
+        for value in (1, 2, 1):
+            kernel[(1,)](out, value)
+    assert len(fake.loaded) == 2
+    assert all(name.startswith("compile") for name in fake.loaded)
+    assert fake.launched == 0
+    for value in (1, 2):
+        kernel[(1,)](out, value)
+    assert (len(fake.loaded), fake.launched) == (2, 2)
+
+
+def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched(fake: FakeDriver) -> None:
+    kernel = JITFunction(store)
+    out = torch.zeros(16, dtype=torch.int32)
+    with compile_ahead():
+        kernel[(1,)](out, -1)
+    with pytest.raises(triton.CompilationError):
+        kernel[(1,)](out, -1)
+
+
+def test_new_memory_is_zero_within_and_only_there(fake: FakeDriver) -> None:
+    poison = torch.full((1 << 16,), torch.nan)
+    del poison  # whose memory the next tensor may get
+    with compile_ahead():
+        tensors = [
+            torch.empty(1 << 16),
+            torch.empty_like(torch.ones(3)),
+            torch.ones(3).new_empty(2, 2),
+        ]
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_launches_are_themselves_again_after_an_error(fake: FakeDriver) -> None:
+    kernel = JITFunction(store)
+    with pytest.raises(ZeroDivisionError), compile_ahead():
+        raise ZeroDivisionError
+    kernel[(1,)](torch.zeros(16, dtype=torch.int32), 1)
+    assert fake.launched == 1
