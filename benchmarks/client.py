@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import ClassVar
 
 from mini_infer import LLM, SamplingParams
 from mini_infer.core.events import Admitted, Event, Finished, Queued, TokensEmitted
@@ -28,6 +29,8 @@ def random_prompt(rng: random.Random, vocab_size: int, length: int) -> list[int]
 @dataclass
 class Trace:
     """What the event stream said, by request id. Times are seconds of its monotonic clock."""
+
+    HEARS: ClassVar = (TokensEmitted, Queued, Admitted, Finished)
 
     queued: dict[str, float] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
@@ -83,7 +86,7 @@ class Client:
         self.outputs: dict[str, RequestOutput] = {}
 
     def __enter__(self) -> "Client":
-        self._engine.events.subscribe(self.trace.observe)
+        self._engine.events.subscribe(self.trace.observe, *Trace.HEARS)
         return self
 
     def __exit__(

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         memory.observe(StepCompleted(0.0, 0, 0, 0, 0, 0, 0, 0))
         report.rows.append(_row("start-up", memory, 0.0))
-        llm.engine.events.subscribe(memory.observe)
+        llm.engine.events.subscribe(memory.observe, StepCompleted)
         for name, prompts, params in _workloads(arguments, config.model_config.vocab_size):
             torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()

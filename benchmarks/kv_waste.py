@@ -4,9 +4,11 @@ from mini_infer.core.events import ChunkScheduled, Event, Finished, Preempted, S
 
 
 class KVWaste:
-    """Subscribe ``observe``. After each step: tokens that the used blocks have room for, and the
-    tokens in them. Where requests share a prefix, its tokens count once per request, so measure
-    without shared ones."""
+    """Subscribe ``observe`` to ``HEARS``. After each step it adds up the tokens that the used blocks
+    have room for, and the tokens in them. A prefix that requests share would count for each of
+    them, so measure without."""
+
+    HEARS = (ChunkScheduled, StepCompleted, Finished, Preempted)
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

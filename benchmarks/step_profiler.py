@@ -31,7 +31,7 @@ class StepProfiler:
 
     def __enter__(self) -> "StepProfiler":
         enable_ranges("profiler")
-        self._llm.engine.events.subscribe(self._observe)
+        self._llm.engine.events.subscribe(self._observe, StepCompleted)
         if self._skip == 0:
             self._start()
         return self

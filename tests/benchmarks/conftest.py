@@ -36,3 +36,25 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     return folder
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path) -> Path:
+    """A folder with nothing but a config.json, as ``benchmarks/models`` has them."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 260,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -66,6 +66,23 @@ def test_chunked_prefill(run: Run) -> None:
     assert result["bars"][0]["value"] == pytest.approx(fall)
 
 
+def test_chunked_prefill_with_several_chunk_sizes_and_prompts(run: Run) -> None:
+    options = ["--long-prompt", 120, "--long-prompts", 2, "--running", 2, "--prompt-tokens", 4]
+    options += ["--output-tokens", 100, "--chunk", 16, 64, "--temperature", 0.6]
+    result = run(chunked_prefill, *options)
+    rows = {row["chunked prefill"]: row for row in result["rows"]}
+    assert list(rows) == ["off", "on, 16", "on, 64"]
+    peak, throughput = result["bars"]
+    best = peak["name"].partition("(")[2].rstrip(")")
+    falls = {
+        field: 100 * (1 - rows[best][field] / rows["off"][field])
+        for field in ("peak ITL ms", "output tok/s")
+    }
+    assert peak["value"] == pytest.approx(falls["peak ITL ms"])
+    assert throughput["value"] == pytest.approx(falls["output tok/s"])
+    assert (peak["at_least"], throughput["at_most"]) == (70, 5)
+
+
 def test_chunked_prefill_whose_running_requests_end_too_soon(run: Run) -> None:
     with pytest.raises(SystemExit, match="raise --output-tokens"):
         run(chunked_prefill, "--long-prompt", 200, "--running", 1, "--output-tokens", 4)
