@@ -4,9 +4,11 @@ from mini_infer.core.events import ChunkScheduled, Event, Finished, Preempted, S
 
 
 class KVWaste:
-    """Subscribe ``observe`` to ``HEARS``. After each step it adds up the tokens that the used blocks
-    have room for, and the tokens in them. A prefix that requests share would count for each of
-    them, so measure without."""
+    """Adds up, after each step, the tokens that the used blocks have room for and those in them.
+
+    Subscribe ``observe`` to ``HEARS``. A prefix that requests share would count for each of them,
+    so measure without.
+    """
 
     HEARS = (ChunkScheduled, StepCompleted, Finished, Preempted)
 
