@@ -23,6 +23,12 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 _GOLDEN_64 = 0x9E37_79B9_7F4A_7C15
 NEG_INF = float("-inf")
 
+REALS = ("temperature", "top_p", "log_min_p", "repetition", "presence", "frequency")
+"""Columns of a slot's real parameters. Off is: 0 (greedy) for the temperature, infinity for top_p,
+minus infinity for log_min_p."""
+INTEGERS = ("seed", "num_prompt_tokens", "top_k")
+"""Columns of its integers; the seed is mixed, top_k is 0 when off."""
+
 
 def _signed(value: int, bits: int) -> int:
     """The two's complement reading of ``value``'s low ``bits`` bits."""

@@ -11,19 +11,19 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mini_infer.kernels import sampling
+from mini_infer.kernels.sampling import INTEGERS, REALS
 from mini_infer.modeling.sampling_state import (
     ANY_TOKEN,
     EDITS,
-    INTEGERS,
     NO_LOGPROBS,
-    REALS,
+    Rows,
     SamplingState,
     Stage,
 )
+from mini_infer.modeling.upload import to_device
 
 FEW_CANDIDATES = 256
 """Top-p usually keeps fewer tokens than this; on a CPU finding them costs a tenth of a sort."""
@@ -32,7 +32,9 @@ CACHED_LOGITS = 2**19
 """Logits that a CPU samples together. The draw makes some twenty passes over temporaries, which
 are several times slower from main memory than from a cache."""
 
-Rows = NDArray[np.int64]
+DEVICE_LOGITS = 2**22
+"""Logits that an accelerator edits, or takes log-probabilities of, together. It bounds the memory
+of some ten temporaries of eight bytes a logit at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,42 @@ class SampleResult:
     logprobs: TokenLogprobTensors | None = None
 
 
+def draw(
+    logits: Tensor, slots: Tensor, num_tokens: Tensor, state: SamplingState, token_table: Tensor
+) -> Tensor:
+    """Draws ``[R]`` tokens on a GPU and writes each into its slot's row of ``token_table``.
+
+    Everything that depends on the rows is decided on the device, so a CUDA graph may hold this.
+    What it does not know: see ``SamplingState.needs_edits``.
+
+    Args:
+        logits: ``[R, V]``, raw, any float dtype.
+        slots: ``[R]`` int64; not written by a kernel of the same step.
+        num_tokens: ``[R]`` integers: how many tokens stand before the one to sample.
+        state: what each slot's request asked for.
+        token_table: ``[slots, max_model_len]`` integers.
+    """
+    from mini_infer.kernels.triton.sampling import draw as draw_on_gpu  # needs Triton
+
+    return draw_on_gpu(
+        logits, slots, num_tokens, state.reals, state.integers, state.token_hashes, token_table
+    )
+
+
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobTensors:
     """Log-probabilities of ``token_ids [R]`` under raw ``logits [R, V]``, with the ``num_top``
     likeliest beside them. For a prompt's, ``token_ids`` are the tokens that its rows predict."""
+    at_once = _rows_at_once(logits)
+    parts = [
+        _some_token_logprobs(
+            logits[some : some + at_once], token_ids[some : some + at_once], num_top
+        )
+        for some in range(0, max(1, len(logits)), at_once)
+    ]
+    return parts[0] if len(parts) == 1 else _concatenated_logprobs(parts)
+
+
+def _some_token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobTensors:
     logprobs = logits.float().log_softmax(-1)
     token_ids = token_ids.long()
     chosen = logprobs.gather(1, token_ids[:, None])
@@ -71,24 +106,23 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
 
 
 def _rows_at_once(logits: Tensor) -> int:
-    """Rows of ``logits [R, V]`` to sample together: on a CPU, what its cache holds."""
-    num_rows, vocab_size = logits.shape
-    return num_rows if logits.device.type != "cpu" else max(1, CACHED_LOGITS // vocab_size)
+    """Rows of ``logits [R, V]`` to work on together."""
+    limit = CACHED_LOGITS if logits.device.type == "cpu" else DEVICE_LOGITS
+    return max(1, limit // logits.shape[-1])
 
 
 def _concatenated(parts: list[SampleResult]) -> SampleResult:
     token_ids = torch.cat([part.token_ids for part in parts])
     logprobs = [part.logprobs for part in parts if part.logprobs]
-    if not logprobs:
-        return SampleResult(token_ids)
-    return SampleResult(
-        token_ids,
-        TokenLogprobTensors(
-            torch.cat([part.logprobs for part in logprobs]),
-            torch.cat([part.ranks for part in logprobs]),
-            torch.cat([part.top_token_ids for part in logprobs]),
-            torch.cat([part.top_logprobs for part in logprobs]),
-        ),
+    return SampleResult(token_ids, _concatenated_logprobs(logprobs) if logprobs else None)
+
+
+def _concatenated_logprobs(parts: list[TokenLogprobTensors]) -> TokenLogprobTensors:
+    return TokenLogprobTensors(
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.ranks for part in parts]),
+        torch.cat([part.top_token_ids for part in parts]),
+        torch.cat([part.top_logprobs for part in parts]),
     )
 
 
@@ -102,8 +136,8 @@ class Sampler:
     def __call__(
         self,
         logits: Tensor,
-        slots: Sequence[int],
-        num_tokens: Sequence[int],
+        slots: Sequence[int] | Rows,
+        num_tokens: Sequence[int] | Rows,
         token_table: Tensor,
         state: SamplingState,
     ) -> SampleResult:
@@ -120,13 +154,13 @@ class Sampler:
             Ids in ``[0, V)``, always: a row of only -inf gives token 0, and NaN counts as the
             largest logit. Log-probabilities are those of the raw logits.
         """
-        logits = logits.float()
-        num_top = int(state.num_logprobs[np.asarray(slots)].max())
+        slots, num_tokens = np.asarray(slots), np.asarray(num_tokens)
+        num_top = int(state.num_logprobs[slots].max())
         at_once = _rows_at_once(logits)
         parts = []
         for first in range(0, len(slots), at_once):
             some = slice(first, first + at_once)
-            batch = _Batch(logits[some], slots[some], num_tokens[some], token_table, state)
+            batch = _Batch(logits[some].float(), slots[some], num_tokens[some], token_table, state)
             parts.append(self._sample(batch, num_top))
         return parts[0] if len(parts) == 1 else _concatenated(parts)
 
@@ -233,16 +267,14 @@ class _Batch:
     def __init__(
         self,
         logits: Tensor,
-        slots: Sequence[int],
-        num_tokens: Sequence[int],
+        slots: Rows,
+        num_tokens: Rows,
         token_table: Tensor,
         state: SamplingState,
     ) -> None:
         self.logits, self.token_table, self.state = logits, token_table, state
-        self.slots: Rows = np.asarray(slots, dtype=np.int64)
-        self.num_tokens: Rows = np.asarray(num_tokens, dtype=np.int64)
-        bans_over = self.num_tokens >= state.bans_until[self.slots]
-        self.stages: Rows = state.stages[self.slots] & ~(bans_over * int(Stage.BANS))
+        self.slots, self.num_tokens = slots, num_tokens
+        self.stages = state.active_stages(slots, num_tokens)
         self.union = int(np.bitwise_or.reduce(self.stages, initial=0))
 
     def rows(self, stages: Stage, wanted: Stage | None = None) -> Rows:
@@ -316,7 +348,4 @@ class _Batch:
         return self.state.integers[self.device_slots]
 
     def _on_device(self, values: Rows) -> Tensor:
-        host = torch.from_numpy(values)
-        if self.logits.device.type == "cuda":
-            host = host.pin_memory()  # from pageable memory the copy would wait for the device
-        return host.to(self.logits.device, non_blocking=True)
+        return to_device(values, self.logits.device)

@@ -5,14 +5,18 @@ host: they tell which optional stages a batch needs without asking the device.
 """
 
 import math
+from collections.abc import Sequence
 from enum import IntFlag
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mini_infer.core.batch import Admission
-from mini_infer.kernels.sampling import splitmix64, token_hashes
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.kernels.sampling import INTEGERS, REALS, splitmix64, token_hashes
+from mini_infer.modeling.upload import to_device
 
 GREEDY_TEMPERATURE = 1e-5
 """Below it, dividing logits by the temperature could overflow; the draw is the argmax anyway."""
@@ -24,10 +28,7 @@ NO_LOGPROBS = -1
 """Host mirror of ``logprobs=None``; 0 asks for the sampled token's only."""
 
 
-REALS = ("temperature", "top_p", "log_min_p", "repetition", "presence", "frequency")
-"""Columns of ``SamplingState.reals``. Off is: infinity for top_p, minus infinity for log_min_p."""
-INTEGERS = ("seed", "num_prompt_tokens", "top_k")
-"""Columns of ``SamplingState.integers``; the seed is mixed, top_k is 0 when off."""
+Rows = NDArray[np.int64]
 
 
 class Stage(IntFlag):
@@ -50,47 +51,75 @@ class Stage(IntFlag):
 
 EDITS = Stage.PENALTIES | Stage.BIAS | Stage.ALLOWED | Stage.BANS
 
+_BITS = 1 << np.arange(len(Stage), dtype=np.int64)
+_OFF = {"temperature": 0.0, "top_p": math.inf, "log_min_p": -math.inf, "repetition": 1.0}
+"""Columns of a greedy slot that asks for nothing; all others are 0."""
 
-def stages_of(admission: Admission, vocab_size: int) -> Stage:
-    """The optional stages that a request's parameters ask for."""
+
+def _flags(admission: Admission, vocab_size: int) -> tuple[bool, ...]:
+    """Which stages a request's parameters ask for, in the order of ``Stage``."""
     params = admission.params
     random = params.temperature >= GREEDY_TEMPERATURE
     top_k, top_p = 0 < params.top_k < vocab_size, params.top_p < 1.0
-    wanted = {
-        Stage.PENALTIES: params.has_penalties,
-        Stage.BIAS: bool(params.logit_bias),
-        Stage.ALLOWED: params.allowed_token_ids is not None,
-        Stage.BANS: bool(admission.bad_words_token_ids)
+    return (
+        params.has_penalties,
+        bool(params.logit_bias),
+        params.allowed_token_ids is not None,
+        bool(admission.bad_words_token_ids)
         or (params.min_tokens > 0 and bool(admission.stop_token_ids)),
-        Stage.RANDOM: random,
-        Stage.TRUNCATE: random and (top_k or top_p),
-        Stage.TOP_P_ALONE: random and top_p and not top_k,
-        Stage.MIN_P: random and params.min_p > 0.0,
-        Stage.LOGPROBS: params.logprobs is not None,
-    }
-    stages = Stage.NONE
-    for stage, is_wanted in wanted.items():
-        if is_wanted:
-            stages |= stage
-    return stages
+        random,
+        random and (top_k or top_p),
+        random and top_p and not top_k,
+        random and params.min_p > 0.0,
+        params.logprobs is not None,
+    )
+
+
+def stages_of(admission: Admission, vocab_size: int) -> Stage:
+    """The optional stages that a request's parameters ask for."""
+    return Stage(int(np.array(_flags(admission, vocab_size)) @ _BITS))
+
+
+def _reals(params: SamplingParams) -> tuple[float, ...]:
+    """A row of ``SamplingState.reals``."""
+    return (
+        params.temperature if params.temperature >= GREEDY_TEMPERATURE else 0.0,
+        params.top_p if params.top_p < 1.0 else math.inf,
+        math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
 
 
 class SamplingState:
     """Per-slot sampling columns on ``device``, and their host mirrors.
 
+    ``reals``, ``integers`` and ``token_hashes`` keep their addresses: CUDA graphs read them. One
+    more slot than ``num_slots``, the last, is nobody's: greedy, for the surplus rows of graphs.
+
     Lists of unequal length (biases, bans) are padded with entries that change nothing. Their
     tables have the next power of two of the longest list's length that ever came, so that they
     seldom move, and ``core.sampling_params`` bounds the lists: with 256 slots, whatever requests
     ask for, biases take at most 3 MiB and bans 20 MiB. Ids outside the vocabulary are dropped: such
-    a token can neither be sampled nor banned.
+    a token can neither be sampled nor banned. Rows of slots that did not ask for a list's stage
+    hold what an earlier tenant left: they are never read.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, device
         self.token_hashes = token_hashes(vocab_size, device)  # [V]
 
-        self.reals = torch.zeros(num_slots, len(REALS), dtype=torch.float64, device=device)
-        self.integers = torch.zeros(num_slots, len(INTEGERS), dtype=torch.int64, device=device)
+        rows = num_slots + 1
+        # Integers, then the bits of the reals: an admission is one row of one table.
+        self._columns = torch.zeros(
+            rows, len(INTEGERS) + len(REALS), dtype=torch.int64, device=device
+        )
+        self.integers = self._columns[:, : len(INTEGERS)]
+        self.reals = self._columns[:, len(INTEGERS) :].view(torch.float64)
+        for name, value in _OFF.items():
+            self.reals[:, REALS.index(name)] = value
+
         self.bias_ids = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
         self.bias_values = torch.zeros(num_slots, 0, device=device)
         # A ban masks token `ban_ids` while fewer than `ban_until` tokens stand and the last ones
@@ -101,81 +130,129 @@ class SamplingState:
         # [slots, V] once somebody asks for it: tokens that may be sampled.
         self.allowed = torch.zeros(num_slots, 0, dtype=torch.bool, device=device)
 
-        self.stages = np.zeros(num_slots, dtype=np.int64)
-        self.top_k = np.zeros(num_slots, dtype=np.int64)
-        self.num_logprobs = np.full(num_slots, NO_LOGPROBS, dtype=np.int64)
-        self.bans_until = np.zeros(num_slots, dtype=np.int64)
+        self.stages = np.zeros(rows, dtype=np.int64)
+        self.top_k = np.zeros(rows, dtype=np.int64)
+        self.num_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
+        self.bans_until = np.zeros(rows, dtype=np.int64)
 
-    def admit(self, admission: Admission) -> None:
-        """Overwrites every column of the admission's slot: nothing of the last tenant stays."""
-        params, slot = admission.params, admission.slot
-        stages = stages_of(admission, self.vocab_size)
-        self.stages[slot] = stages
-        self.top_k[slot] = top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        reals = {
-            "temperature": params.temperature,
-            "top_p": params.top_p if params.top_p < 1.0 else math.inf,
-            "log_min_p": math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
-            "repetition": params.repetition_penalty,
-            "presence": params.presence_penalty,
-            "frequency": params.frequency_penalty,
-        }
-        integers = {
-            "seed": splitmix64(admission.seed),
-            "num_prompt_tokens": admission.num_prompt_tokens,
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Takes in a step's admissions, each into a slot of its own.
+
+        A few operations on the device, whatever their number, and none that waits for it.
+        """
+        if not admissions:
+            return
+        count = len(admissions)
+        slots = np.fromiter((a.slot for a in admissions), np.int64, count)
+        columns = np.empty((count, self._columns.shape[1]), dtype=np.int64)
+        top_k = np.fromiter((a.params.top_k for a in admissions), np.int64, count)
+        top_k[(top_k < 0) | (top_k >= self.vocab_size)] = 0
+        integers: dict[str, Sequence[int] | Rows] = {
+            "seed": [splitmix64(a.seed) for a in admissions],
+            "num_prompt_tokens": [a.num_prompt_tokens for a in admissions],
             "top_k": top_k,
         }
-        self.reals[slot] = torch.tensor([reals[name] for name in REALS], dtype=torch.float64)
-        self.integers[slot] = torch.tensor([integers[name] for name in INTEGERS])
-        self._write_bias(admission)
-        self._write_allowed(admission)
-        self._write_bans(admission)
+        for index, name in enumerate(INTEGERS):
+            columns[:, index] = integers[name]
+        reals = np.array([_reals(a.params) for a in admissions], dtype=np.float64)
+        columns[:, len(INTEGERS) :] = reals.view(np.int64)
+        self._write(self._columns, slots, columns)
 
-    def _write_bias(self, admission: Admission) -> None:
-        slot = admission.slot
-        bias = {i: v for i, v in admission.params.logit_bias.items() if self._known(i)}
-        self.bias_ids = _widened(self.bias_ids, (len(bias),), 0)
-        self.bias_values = _widened(self.bias_values, (len(bias),), 0.0)
-        self.bias_ids[slot] = 0
-        self.bias_values[slot] = 0.0
-        self.bias_ids[slot, : len(bias)] = torch.tensor(list(bias), dtype=torch.int64)
-        self.bias_values[slot, : len(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
+        stages = np.array([_flags(a, self.vocab_size) for a in admissions]) @ _BITS
+        self.stages[slots] = stages
+        self.top_k[slots] = top_k
+        self.num_logprobs[slots] = [
+            NO_LOGPROBS if a.params.logprobs is None else a.params.logprobs for a in admissions
+        ]
+        self.bans_until[slots] = 0
+        lists = (
+            (Stage.BIAS, self._write_bias),
+            (Stage.ALLOWED, self._write_allowed),
+            (Stage.BANS, self._write_bans),
+        )
+        for stage, write in lists:
+            asking = np.flatnonzero(stages & stage)
+            if asking.size:
+                write([admissions[int(index)] for index in asking], slots[asking])
 
-    def _write_allowed(self, admission: Admission) -> None:
-        allowed = admission.params.allowed_token_ids
-        if allowed is not None:
-            if not self.allowed.numel():
-                self.allowed = self.allowed.new_ones(self.num_slots, self.vocab_size)
-            ids = [token_id for token_id in allowed if self._known(token_id)]
-            self.allowed[admission.slot] = False
-            self.allowed[admission.slot, torch.tensor(ids, dtype=torch.int64)] = True
-        else:
-            self.allowed[admission.slot] = True
+    def active_stages(self, slots: Rows, num_tokens: Rows) -> Rows:
+        """Stages ``[R]`` of rows before whose token ``num_tokens`` stand: bans may be over."""
+        over = num_tokens >= self.bans_until[slots]
+        active: Rows = self.stages[slots] & ~(over * int(Stage.BANS))
+        return active
 
-    def _write_bans(self, admission: Admission) -> None:
-        slot, params = admission.slot, admission.params
+    def needs_edits(self, slots: Rows, num_tokens: Rows) -> bool:
+        """Does a row need more than ``sampler.draw`` does: edits of its logits, or
+        log-probabilities?"""
+        active = self.active_stages(slots, num_tokens)
+        return bool(np.any(active & int(EDITS | Stage.LOGPROBS)))
+
+    def _write(self, table: Tensor, slots: Rows, values: NDArray[np.int64]) -> None:
+        """Sets the slots' rows of ``table`` from a host array of ``[N, ...]``."""
+        packed = np.concatenate((slots[:, None], values.reshape(len(slots), -1)), axis=1)
+        on_device = to_device(packed, self.device)
+        rows = on_device[:, 1:].reshape(values.shape).to(table.dtype)
+        table.index_copy_(0, on_device[:, 0], rows)
+
+    def _write_bias(self, admissions: Sequence[Admission], slots: Rows) -> None:
+        biases = [
+            [(i, v) for i, v in admission.params.logit_bias.items() if self._known(i)]
+            for admission in admissions
+        ]
+        width = max(len(bias) for bias in biases)
+        self.bias_ids = _widened(self.bias_ids, (width,), 0)
+        self.bias_values = _widened(self.bias_values, (width,), 0.0)
+        ids = np.zeros((len(slots), self.bias_ids.shape[1]), dtype=np.int64)
+        values = np.zeros_like(ids, dtype=np.float32)
+        for row, bias in enumerate(biases):
+            if bias:
+                ids[row, : len(bias)], values[row, : len(bias)] = zip(*bias, strict=True)
+        self._write(self.bias_ids, slots, ids)
+        bits = self.bias_values.view(torch.int32)
+        self._write(bits, slots, values.view(np.int32).astype(np.int64))
+
+    def _write_allowed(self, admissions: Sequence[Admission], slots: Rows) -> None:
+        if not self.allowed.numel():
+            self.allowed = self.allowed.new_ones(self.num_slots, self.vocab_size)
+        places = [
+            admission.slot * self.vocab_size + token_id
+            for admission in admissions
+            for token_id in admission.params.allowed_token_ids or ()
+            if self._known(token_id)
+        ]
+        self.allowed.index_fill_(0, to_device(slots, self.device), False)
+        on_device = to_device(np.array(places, dtype=np.int64), self.device)
+        self.allowed.view(-1).index_fill_(0, on_device, True)
+
+    def _write_bans(self, admissions: Sequence[Admission], slots: Rows) -> None:
+        bans = [self._bans(admission) for admission in admissions]
+        width = max(len(row) for row in bans)
+        depth = max((len(prefix) for row in bans for _, _, prefix in row), default=0)
+        self.ban_ids = _widened(self.ban_ids, (width,), 0)
+        self.ban_until = _widened(self.ban_until, (width,), 0)
+        self.ban_prefixes = _widened(self.ban_prefixes, (width, depth), ANY_TOKEN)
+        ids = np.zeros((len(slots), self.ban_ids.shape[1]), dtype=np.int64)
+        until = np.zeros_like(ids)
+        prefixes = np.full((len(slots), *self.ban_prefixes.shape[1:]), ANY_TOKEN, dtype=np.int64)
+        for row, entries in enumerate(bans):
+            for column, (token_id, end, prefix) in enumerate(entries):
+                ids[row, column], until[row, column] = token_id, end
+                prefixes[row, column, : len(prefix)] = prefix
+        self.bans_until[slots] = until.max(axis=1, initial=0)
+        self._write(self.ban_ids, slots, ids)
+        self._write(self.ban_until, slots, until)
+        self._write(self.ban_prefixes, slots, prefixes)
+
+    def _bans(self, admission: Admission) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Tokens, how many tokens lift each ban, and the tokens before them (last first)."""
+        params = admission.params
         min_length = admission.num_prompt_tokens + params.min_tokens
         stops = admission.stop_token_ids if params.min_tokens > 0 else ()
         words = [word for word in admission.bad_words_token_ids if word and self._known(word[-1])]
         bans: list[tuple[int, int, tuple[int, ...]]] = [
             (token_id, min_length, ()) for token_id in stops if self._known(token_id)
         ]
-        bans += [(word[-1], FOREVER, word[-2::-1] if len(word) > 1 else ()) for word in words]
-        self.bans_until[slot] = max((until for _, until, _ in bans), default=0)
-
-        width, depth = len(bans), max((len(prefix) for _, _, prefix in bans), default=0)
-        self.ban_ids = _widened(self.ban_ids, (width,), 0)
-        self.ban_until = _widened(self.ban_until, (width,), 0)
-        self.ban_prefixes = _widened(self.ban_prefixes, (width, depth), ANY_TOKEN)
-        self.ban_ids[slot] = 0
-        self.ban_until[slot] = 0
-        self.ban_prefixes[slot] = ANY_TOKEN
-        if bans:
-            self.ban_ids[slot, :width] = torch.tensor([token_id for token_id, _, _ in bans])
-            self.ban_until[slot, :width] = torch.tensor([until for _, until, _ in bans])
-            padded = [prefix + (ANY_TOKEN,) * (depth - len(prefix)) for _, _, prefix in bans]
-            self.ban_prefixes[slot, :width, :depth] = torch.tensor(padded, dtype=torch.int32)
+        return bans + [(word[-1], FOREVER, word[-2::-1] if len(word) > 1 else ()) for word in words]
 
     def _known(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size

@@ -15,5 +15,5 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """
     host = torch.from_numpy(values)
     if device.type != "cuda":
-        return host
+        return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

@@ -45,14 +45,14 @@ def sample(logits: Tensor, admissions: Sequence[Admission]) -> SampleResult:
     num_slots = max(admission.slot for admission in admissions) + 1
     state = SamplingState(num_slots, logits.shape[1], CPU)
     for admission in admissions:
-        state.admit(admission)
+        state.admit([admission])
     return run(logits, admissions, state)
 
 
 def sample_many(logits: Sequence[float], params: SamplingParams, n: int, seed: int = 1) -> Tensor:
     """``n`` draws of one request at ``n`` positions of its output, all after the same prompt."""
     state = SamplingState(1, len(logits), CPU)
-    state.admit(admit(0, params, seed=seed))
+    state.admit([admit(0, params, seed=seed)])
     table = torch.zeros(1, n + 1, dtype=torch.int32)
     rows = torch.tensor(logits).expand(n, -1)
     return Sampler()(rows, [0] * n, list(range(1, n + 1)), table, state).token_ids

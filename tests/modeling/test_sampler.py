@@ -126,7 +126,7 @@ class TestTruncation:
         """A flat distribution makes top-p look beyond its first guess, up to a whole sort."""
         logits = torch.linspace(0, 0.01, vocab).expand(400, -1)
         state = SamplingState(1, vocab, CPU)
-        state.admit(admit(0, SamplingParams(top_p=top_p), seed=2))
+        state.admit([admit(0, SamplingParams(top_p=top_p), seed=2)])
         table = torch.zeros(1, 500, dtype=torch.int32)
         draws = Sampler()(logits, [0] * 400, list(range(1, 401)), table, state).token_ids
         mass = logits[0].double().softmax(0).flip(0).cumsum(0)
@@ -183,8 +183,8 @@ class TestMasks:
         state = SamplingState(2, 4, CPU)
         one = admit(0, greedy(), (3, 2), 1, bad_words_token_ids=((2, 0),))
         two = admit(1, greedy(), (1, 2, 3), 1, bad_words_token_ids=((1, 2, 3, 0), (1,), (2, 2)))
-        state.admit(one)
-        state.admit(two)
+        state.admit([one])
+        state.admit([two])
         logits = torch.tensor([[9.0, 8.0, 7.0, 6.0]]).expand(2, -1)
         assert run(logits, [one, two], state).token_ids.tolist() == [1, 2]
 
@@ -195,7 +195,7 @@ class TestMasks:
             word = (7,) * (1 + num_words % MAX_TOKENS_PER_BAD_WORD)
             words = tuple((*word[1:], last) for last in range(num_words))
             bias = dict.fromkeys(range(num_words), 1.0)
-            state.admit(admit(0, greedy(logit_bias=bias), bad_words_token_ids=words))
+            state.admit([admit(0, greedy(logit_bias=bias), bad_words_token_ids=words)])
             widths |= {state.ban_ids.shape[1], state.bias_ids.shape[1]}
             depths.add(state.ban_prefixes.shape[2])
         assert widths == {1, 8, 16, 32, 64, 128, 256}
@@ -214,7 +214,7 @@ class TestMasks:
             (*range(MAX_TOKENS_PER_BAD_WORD - 1), last) for last in range(2 * MAX_BAD_WORDS)
         )
         stops = tuple(params.stop_token_ids)
-        state.admit(admit(0, params, stop_token_ids=stops, bad_words_token_ids=words))
+        state.admit([admit(0, params, stop_token_ids=stops, bad_words_token_ids=words)])
         bias = state.bias_ids.nbytes + state.bias_values.nbytes
         bans = state.ban_ids.nbytes + state.ban_until.nbytes + state.ban_prefixes.nbytes
         assert bias <= 3 * 2**20
@@ -294,7 +294,7 @@ def test_a_slot_may_own_several_rows() -> None:
     """As verification of drafts needs: each row sees only the tokens before its position."""
     logits = torch.tensor([[3.0, 2.0, 1.0]]).expand(3, -1)
     state = SamplingState(1, 3, CPU)
-    state.admit(admit(0, greedy(presence_penalty=2.0), (2,), 1))
+    state.admit([admit(0, greedy(presence_penalty=2.0), (2,), 1)])
     table = torch.tensor([[2, 0, 1, 0]])
     result = Sampler()(logits, [0, 0, 0], [1, 2, 3], table, state)
     assert result.token_ids.tolist() == [0, 1, 0]
@@ -364,7 +364,7 @@ def test_an_accelerator_is_never_asked(names: tuple[str, ...]) -> None:
     state = SamplingState(len(names), 600, meta)
     for slot, name in enumerate(names):
         extra = {"stop_token_ids": (3,), "bad_words_token_ids": ((1, 2),)}
-        state.admit(admit(slot, NEVER_WAITS[name], (1, 2), 1, **extra))
+        state.admit([admit(slot, NEVER_WAITS[name], (1, 2), 1, **extra)])
     rows = list(range(len(names)))
     logits = torch.empty(len(names), 600, device=meta)
     table = torch.empty(len(names), 9, dtype=torch.int32, device=meta)

@@ -55,7 +55,7 @@ def draws(params: SamplingParams, n: int, seed: int) -> Tensor:
     # One prompt token each and many seeds, since a longer row would penalise its own output.
     state = SamplingState(n, len(LOGITS), CPU)
     for slot in range(n):
-        state.admit(admit(slot, params, seed=seed + slot))
+        state.admit([admit(slot, params, seed=seed + slot)])
     rows = torch.tensor(LOGITS).expand(n, -1)
     table = torch.zeros(n, 2, dtype=torch.int32)
     return Sampler()(rows, list(range(n)), [1] * n, table, state).token_ids
@@ -102,7 +102,7 @@ def test_seeds_are_independent(stride: int) -> None:
     n, logits = 6_000, [0.0, 0.7, 1.4]
     state = SamplingState(n, 3, CPU)
     for slot in range(n):
-        state.admit(admit(slot, SamplingParams(), seed=(slot * stride) % 2**64))
+        state.admit([admit(slot, SamplingParams(), seed=(slot * stride) % 2**64)])
     rows = torch.tensor(logits).expand(n, -1)
     table = torch.zeros(n, 3, dtype=torch.int32)
     first = Sampler()(rows, list(range(n)), [1] * n, table, state).token_ids
@@ -120,7 +120,7 @@ def test_a_rare_token_is_drawn_as_often_as_it_should() -> None:
     logits = torch.zeros(n, vocab)
     logits[:, 0] = math.log(vocab - 1)  # half the mass; the others 1.25e-5 each
     state = SamplingState(1, vocab, CPU)
-    state.admit(admit(0, SamplingParams(), seed=11))
+    state.admit([admit(0, SamplingParams(), seed=11)])
     table = torch.zeros(1, n + 1, dtype=torch.int32)
     sampled = Sampler()(logits, [0] * n, list(range(1, n + 1)), table, state).token_ids
     rare = sampled[sampled > 0]
