@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = sorted(arguments.results.glob("*.json"))
     if not paths:
         sys.exit(f"no results in {arguments.results}: run mini-infer bench suite first")
-    text = "\n\n".join(render(json.loads(path.read_text(encoding="utf-8"))) for path in paths)
+    text = render_all({path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths})
     if arguments.into is None:
         print(text)
         return
@@ -35,13 +35,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.into.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
 
 
-def render(result: dict[str, Any]) -> str:
+def render_all(results: dict[str, dict[str, Any]]) -> str:
+    """All results by their names, those of a CPU first."""
+    parts = []
+    for heading, wanted in (("On a CPU", False), ("On a GPU", True)):
+        chosen = {name: result for name, result in results.items() if _on_gpu(result) is wanted}
+        if chosen:
+            parts += [f"### {heading}", *(render(name, chosen[name]) for name in chosen)]
+    return "\n\n".join(parts)
+
+
+def _on_gpu(result: dict[str, Any]) -> bool:
+    return "gpu" in result or "gpu" in result.get("setup", {}).get("machine", {})
+
+
+def render(name: str, result: dict[str, Any]) -> str:
     """One result as a heading, how it was made, a table, and its bars."""
     if "rows" not in result:  # a script with a schema of its own: its plain values are the row
-        rows = [{name: value for name, value in result.items() if _is_plain(value)}]
+        rows = [{key: value for key, value in result.items() if _is_plain(value)}]
         rows[0].pop("benchmark", None)
-        return f"### {result['benchmark']}\n\n{markdown_table(rows)}"
-    lines = [f"### {result['benchmark']}", "", _setup(result["setup"]), ""]
+        tables = [rows, *result.get("tables", {}).values()]
+        return "\n\n".join([f"#### {name}", *map(markdown_table, tables)])
+    lines = [f"#### {name}", "", _setup(result["setup"]), ""]
     lines.append(markdown_table(result["rows"]))
     if result["bars"]:
         lines.append("")
@@ -68,6 +83,9 @@ def _setup(setup: dict[str, Any]) -> str:
     parts.append(f"prefix cache {setup.get('prefix cache')}")
     hardware = machine.get("gpu") or machine.get("processor")
     parts.append(f"{hardware}, {machine.get('cores')} cores")
+    if "card" in setup:
+        limits = ", ".join(f"{name} {value}" for name, value in setup["card"].items())
+        parts.append(f"the card's limits in the same run: {limits}")
     parts += [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
     parts.append(f"medians of {setup.get('repeats')}")
     if setup.get("quick"):

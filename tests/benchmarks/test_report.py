@@ -22,6 +22,14 @@ RESULT = {
     "bars": [{"name": "gain", "value": 2.34, "at_least": 2.0, "met": True}],
     "notes": ["llama.cpp: skipped"],
 }
+ON_GPU = RESULT | {
+    "benchmark": "gpu_throughput",
+    "setup": RESULT["setup"]  # type: ignore[operator]
+    | {"machine": {"gpu": "G", "cores": 3}, "card": {"read TB/s": 4.5}},
+    "rows": [{"workload": "batch 1", "of limit": 0.91234, "other engine": 207.6}],
+    "bars": [{"name": "waste", "value": 1.5, "at_least": None, "at_most": 4.0, "met": True}],
+}
+KERNELS = {"benchmark": "gpu_kernels", "gpu": "G", "tables": {"decode": [{"us": 8.5}]}}
 STARTUP = {"benchmark": "startup", "ratio": 1.25, "runs": {"bare": [1.0]}, "torch_imported": False}
 
 
@@ -29,6 +37,8 @@ STARTUP = {"benchmark": "startup", "ratio": 1.25, "runs": {"bare": [1.0]}, "torc
 def results(tmp_path: Path) -> Path:
     (tmp_path / "sorting.json").write_text(json.dumps(RESULT))
     (tmp_path / "startup.json").write_text(json.dumps(STARTUP))
+    (tmp_path / "gpu_throughput-model.json").write_text(json.dumps(ON_GPU))
+    (tmp_path / "gpu_kernels.json").write_text(json.dumps(KERNELS))
     return tmp_path
 
 
@@ -40,7 +50,20 @@ def test_every_result_is_rendered(results: Path, capsys: pytest.CaptureFixture[s
     assert "- llama.cpp: skipped" in text
     assert "prompt tokens 5; prefix cache off; P, 2 cores; torch 2.0; medians of 3" in text
     assert "QUICK RUN, not a result" in text
-    assert "### startup\n\n| ratio | torch_imported |\n| --- | --- |\n| 1.25 | False |" in text
+    assert "#### startup\n\n| ratio | torch_imported |\n| --- | --- |\n| 1.25 | False |" in text
+
+
+def test_results_of_a_gpu_come_last(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main(["--results", str(results)])
+    cpu, gpu = capsys.readouterr().out.split("### On a GPU")
+    assert "### On a CPU\n\n#### sorting" in cpu
+    assert "#### startup" in cpu
+    assert "#### gpu_throughput-model" in gpu
+    assert "G, 3 cores; the card's limits in the same run: read TB/s 4.5; torch 2.0" in gpu
+    assert "| workload | of limit | other engine |" in gpu
+    assert "| batch 1 | 0.912 | 207.6 |" in gpu
+    assert "- waste: 1.5 (bar: at most 4, met)" in gpu
+    assert "| gpu |\n| --- |\n| G |\n\n| us |\n| --- |\n| 8.5 |" in gpu
 
 
 def test_the_marked_part_of_a_document_is_replaced(results: Path, tmp_path: Path) -> None:
