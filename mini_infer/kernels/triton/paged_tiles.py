@@ -38,11 +38,14 @@ def load_tile(
 ):
     """Keys or values of one head ``[tile_keys, padded_dim]``, zeros where none are."""
     dims = tl.arange(0, padded_dim)
+    pointers = head_cache + offsets[:, None] + dims[None, :]
+    if not masked and head_dim == padded_dim:
+        return tl.load(pointers)
     inside = dims[None, :] < head_dim
     if masked:
         keys = first_key + tl.arange(0, tile_keys)
         inside &= (keys < end_key)[:, None]
-    return tl.load(head_cache + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
