@@ -137,15 +137,15 @@ def test_layers_that_start_early_do_not_overtake_each_other() -> None:
     meta = decode_metadata([700, 90])
     layers = [Layer(HEADS[0], meta, torch.bfloat16, random_rope(128)) for _ in range(20)]
     before = [layer.pair.clone() for layer in layers]
+    arguments = [layer.arguments(meta, None, False) for layer in layers]
     weight = torch.randn(36 * 128, 28 * 128, device=DEVICE, dtype=torch.bfloat16) / 60
 
     def run(wait: bool) -> Tensor:
         out = layers[0].qkv[:, :28].flatten(1)
-        for layer in layers:
+        for _, *rest in arguments:
             x = linear(out, weight)
             if wait:
                 torch.cuda.synchronize()
-            _, *rest = layer.arguments(meta, None, False)
             out = decode_attention(x.view(2, 36, 128), *rest)
             if wait:
                 torch.cuda.synchronize()
