@@ -42,6 +42,7 @@ from harness import (
     Value,
     bundled_model,
     describe,
+    free_memory,
     make_parser,
     open_engine,
     parse,
@@ -120,6 +121,7 @@ def _run_hugging_face(
     """Tokens per second by workload; a note where it can't run."""
     from peer_hugging_face import HuggingFace
 
+    free_memory()  # of the engine, which nothing refers to any more
     device = "cuda" if "gpu" in report.setup["machine"] else "cpu"
     peer = HuggingFace(
         Path(arguments.model),

@@ -32,7 +32,8 @@ def benchmarks(folder: Path) -> dict[str, str]:
 def bench(name: str | None, arguments: tuple[str, ...]) -> int:
     """Run the benchmark NAME with its own ARGUMENTS, or list the benchmarks.
 
-    `mini-infer bench NAME -- --help` shows a benchmark's options.
+    `mini-infer bench NAME -- --help` shows a benchmark's options. With `--profile FOLDER` one that
+    has an engine writes traces for Perfetto, which `mini-infer bench trace_summary` sums up.
     """
     found = benchmarks(FOLDER)
     if not found:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import card
 import pytest
 from client import Job
 from limits import Card, ModelCost, step_seconds, workload_seconds
@@ -60,6 +61,16 @@ def test_cached_tokens_are_read_and_not_computed() -> None:
     seconds = workload_seconds(card, TOY, [Job([0] * 10, 1)], cached=8)
     pairs = 9 + 10
     assert seconds == 2 * (2 * 100 + 10) + 8 * pairs
+
+
+def test_a_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "CPU_READ_BYTES", 1 << 16)
+    monkeypatch.setattr(card, "CPU_SIDE", 32)
+    measured = card.measure_card("cpu")
+    assert measured.name == "CPU"
+    assert measured.bytes_per_second > 0
+    assert measured.flops_per_second > 0
+    assert set(measured.summary) == {"read TB/s", "TFLOP/s"}
 
 
 def test_models_have_a_readme() -> None:

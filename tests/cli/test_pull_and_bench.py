@@ -45,7 +45,9 @@ def test_bench_lists_what_can_be_run(folder: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "count  Counts to three.\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--fast"], ["--output", "x.json", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--fast"], ["--output", "x.json", "--help"], ["--profile", "traces"]]
+)
 def test_bench_passes_arguments_and_exit_code(
     folder: Path, arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +56,7 @@ def test_bench_passes_arguments_and_exit_code(
 
 
 def test_bench_passes_options_without_a_separator(folder: Path) -> None:
-    assert main(["bench", "count", "--fast", "--runs", "9"]) == 3
+    assert main(["bench", "count", "--profile", "traces", "--runs", "9"]) == 4
 
 
 def test_bench_names_what_there_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
