@@ -176,10 +176,8 @@ class OutputProcessor:
             finish_reason, stop_reason = "stop", matcher.matched
         logprobs = self._logprobs(choice, update.new_logprobs[:num_new_tokens])
         prompt_logprobs = self._prompt_logprobs(parent, update)
-        if completion.index == 0:
-            parent.output.num_cached_tokens = max(
-                parent.output.num_cached_tokens, update.num_cached_tokens
-            )
+        if completion.index == 0 and update.num_cached_tokens > parent.output.num_cached_tokens:
+            parent.output.num_cached_tokens = update.num_cached_tokens
         output = None
         if finish_reason is not None:
             output = self._finish(update.request_id, choice, finish_reason, stop_reason)

@@ -19,6 +19,7 @@ from mini_infer.core.events import (
     Queued,
     Resumed,
     StepCompleted,
+    TokensEmitted,
 )
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request, RequestState
@@ -138,13 +139,15 @@ class Scheduler:
         """
         now = self.events.now()
         block_size = self.config.block_size
+        finished = RequestState.FINISHED
+        events = self.events if self.events.wants(TokensEmitted) else None
         updates: list[RequestUpdate] = []
         requests = self._pop_in_flight(batch)
         for index, (request, chunk) in enumerate(zip(requests, batch.chunks, strict=True)):
             request.num_in_flight_steps -= 1
-            if request.state is RequestState.FINISHED:
+            if request.state is finished:
                 continue
-            update = apply_chunk_result(request, chunk, out, index, self.events, now)
+            update = apply_chunk_result(request, chunk, out, index, now, events)
             start = chunk.num_computed_tokens
             end = start + chunk.num_new_tokens
             if start // block_size != end // block_size:  # a block is full
@@ -179,14 +182,15 @@ class Scheduler:
     def _schedule_decoding(self, plan: StepPlan) -> None:
         """In most steps each request here gets one more token, in a block that it has: that case
         is written out, as it is what a step of hundreds of requests costs."""
-        for request in self._queues.running(RequestState.DECODING):
+        decoding = RequestState.DECODING
+        for request in self._queues.running(decoding):
             start = request.num_computed_tokens
             if (
                 start < request.kv_capacity
                 and start + 1 == request.num_tokens < request.max_num_tokens
                 and plan.budget > 0
                 and not plan.held_back
-                and request.state is RequestState.DECODING
+                and request.state is decoding
             ):
                 plan.chunks.append(Chunk(request.request_id, request.slot, start, 1))
                 plan.requests.append(request)
@@ -195,7 +199,7 @@ class Scheduler:
                 request.num_in_flight_steps += 1
                 request.num_in_flight_tokens += 1
             else:
-                self._schedule_running(plan, request, RequestState.DECODING)
+                self._schedule_running(plan, request, decoding)
 
     def _schedule_running(self, plan: StepPlan, request: Request, state: RequestState) -> None:
         if request.state is not state or request.request_id in plan.held_back:

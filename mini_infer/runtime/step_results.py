@@ -7,9 +7,17 @@ from mini_infer.core.request import Request
 
 
 def apply_chunk_result(
-    request: Request, chunk: Chunk, out: StepOutput, index: int, events: EventStream, time: float
+    request: Request,
+    chunk: Chunk,
+    out: StepOutput,
+    index: int,
+    time: float,
+    events: EventStream | None = None,
 ) -> RequestUpdate | None:
     """Appends the chunk's sampled tokens up to the first that stops the request.
+
+    ``time`` is when the step's result was taken in; ``events`` is None where nobody listens to
+    tokens.
 
     Several tokens may come at once (accepted drafts); those after a stop or beyond ``max_tokens``
     are dropped. Returns None where there is nothing to tell: for a chunk that does not reach its
@@ -34,7 +42,7 @@ def apply_chunk_result(
     if is_first:
         request.first_token_time = time
     request.last_token_time = time
-    if events.wants(TokensEmitted):
+    if events is not None:
         events.emit(
             TokensEmitted(time, request.request_id, new_token_ids, request.num_output_tokens)
         )

@@ -1,5 +1,6 @@
 """The engine's loop: depth, aborts, failures, ids; over the fake executor."""
 
+import gc
 import logging
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from mini_infer.core.errors import InvalidRequestError, PromptTooLongError
 from mini_infer.core.events import Event, Finished, Queued
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+from mini_infer.runtime.engine import LLMEngine
 from tests.runtime.engine_tools import engine_with, fake_engine, generate, greedy, run, step
 from tests.runtime.fake_executor import FakeExecutor, expected_output, make_config
 
@@ -145,3 +148,18 @@ def test_shutdown_twice_is_harmless() -> None:
     engine = fake_engine()
     engine.shutdown()
     engine.shutdown()
+
+
+def test_what_start_up_made_is_out_of_the_collectors_sight_until_shutdown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make_config()
+    parts = (config, FakeExecutor(config), ByteTokenizer())
+    monkeypatch.setattr("mini_infer.runtime.engine.resolve_engine", lambda options: parts)
+    engine = LLMEngine.from_options()
+    assert gc.get_freeze_count() > 0
+    assert generate(engine, [PROMPT], greedy(5, ignore_eos=True)) == [
+        expected_output(PROMPT, 5, frozenset())
+    ]
+    engine.shutdown()
+    assert gc.get_freeze_count() == 0

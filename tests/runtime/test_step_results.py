@@ -27,7 +27,7 @@ def apply(
     events.subscribe(seen.append)
     logprobs = tuple(TokenLogprobs(token, -0.5, 1) for token in tokens)
     out = StepOutput((tuple(tokens),), (logprobs,))
-    update = apply_chunk_result(request, Chunk("a", 0, 0, 3), out, 0, events, TIME)
+    update = apply_chunk_result(request, Chunk("a", 0, 0, 3), out, 0, TIME, events)
     assert update is not None
     return request, update, seen
 
@@ -73,7 +73,7 @@ def test_ignore_eos_goes_on_to_the_cap_but_not_past_a_stop_token() -> None:
 def test_regression_18_an_unfinished_chunk_says_nothing() -> None:
     request = Request("a", list(PROMPT), SamplingParams(), 0, 5)
     chunk = Chunk("a", 0, 0, 2, samples=False)
-    assert apply_chunk_result(request, chunk, StepOutput(((),)), 0, EventStream(), TIME) is None
+    assert apply_chunk_result(request, chunk, StepOutput(((),)), 0, TIME) is None
     assert request.token_ids == PROMPT
 
 
@@ -84,13 +84,12 @@ def test_prompt_logprobs_are_collected_once_over_chunks_and_recomputation(cut: i
     entries = tuple(TokenLogprobs(token, -1.0, 1) for token in prompt[1:])
     request = Request("a", prompt, SamplingParams(prompt_logprobs=1), 0, 5)
     request.num_in_flight_tokens = 1
-    events = EventStream()
     first = Chunk("a", 0, 0, cut, samples=False)
     for _ in range(2):
-        apply_chunk_result(request, first, StepOutput(((),), (), (entries[:cut],)), 0, events, TIME)
+        apply_chunk_result(request, first, StepOutput(((),), (), (entries[:cut],)), 0, TIME)
     last = Chunk("a", 0, cut, len(prompt) - cut)
     out = StepOutput(((42,),), (), (entries[cut:],))
-    update = apply_chunk_result(request, last, out, 0, events, TIME)
+    update = apply_chunk_result(request, last, out, 0, TIME)
     assert update is not None
     assert update.prompt_logprobs == (None, *entries)
 
@@ -101,7 +100,7 @@ def test_the_times_of_tokens_are_kept_on_the_request_and_in_the_events() -> None
     assert [event.time for event in events] == [TIME]
     request.num_in_flight_tokens = 1
     out = StepOutput(((12,),))
-    apply_chunk_result(request, Chunk("a", 0, 4, 1), out, 0, EventStream(), TIME + 1)
+    apply_chunk_result(request, Chunk("a", 0, 4, 1), out, 0, TIME + 1)
     assert (request.first_token_time, request.last_token_time) == (TIME, TIME + 1)
 
 
@@ -113,7 +112,7 @@ def test_a_request_told_at_its_end_gets_one_update_with_all_its_tokens() -> None
         request.num_in_flight_tokens = 1
         chunk = Chunk("a", 0, len(request.token_ids) - 1, 1)
         out = StepOutput(((token,),))
-        updates.append(apply_chunk_result(request, chunk, out, 0, EventStream(), TIME))
+        updates.append(apply_chunk_result(request, chunk, out, 0, TIME))
     assert updates[:2] == [None, None]
     assert updates[2] == RequestUpdate("a", (10, 11, 12), (), "length", None, 2)
 
