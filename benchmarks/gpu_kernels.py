@@ -5,6 +5,7 @@ python benchmarks/gpu_kernels.py --output result.json
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 import sys
@@ -21,20 +22,23 @@ from torch.nn import functional
 
 from mini_infer.kernels import reference
 from mini_infer.kernels import triton as kernels
-from mini_infer.kernels.metadata import AttentionMetadata
-from mini_infer.kernels.triton import attention
+from mini_infer.kernels.metadata import AttentionMetadata, Rope
+from mini_infer.kernels.triton import attention, flash_decoding
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 BLOCK = 16
-COLD_BYTES = 256 << 20
+COLD_BYTES = 1 << 30
 """Inputs are rotated until they exceed every cache."""
 QWEN_7B, QWEN_SMALL, LLAMA_8B = (28, 4, 128), (16, 8, 128), (32, 8, 128)
+MIXED = [32768, *[500] * 31]
 DECODES = {
-    "Qwen2.5-7B": (QWEN_7B, [(1, 4096), (1, 32768), (32, 1024), (128, 600)]),
-    "Qwen3-0.6B": (QWEN_SMALL, [(1, 4096), (1, 32768), (32, 1024)]),
-    "Llama-3.1-8B": (LLAMA_8B, [(1, 4096), (1, 32768)]),
+    "Qwen2.5-7B": (QWEN_7B, [[256], [4096], [32768], [1024] * 32, [600] * 128, MIXED]),
+    "Qwen3-0.6B": (QWEN_SMALL, [[256], [4096], [32768], [1024] * 32, [576] * 128, [900] * 256]),
+    "Llama-3.1-8B": (LLAMA_8B, [[4096], [32768]]),
 }
+HEAD_NORMS = ("Qwen3-0.6B",)
+MOST_CALLS = 200
 PREFILLS = {"Qwen2.5-7B": QWEN_7B, "Qwen3-0.6B": QWEN_SMALL}
 
 
@@ -96,43 +100,58 @@ def matrix_rate(timer: Timer) -> float:
     return 2 * 8192**3 / timer(lambda: a @ b)
 
 
-def step(query_len: int, context: int, batch: int) -> tuple[AttentionMetadata, int]:
-    """Rows of one length over scrambled blocks, and the number of those."""
-    per_row = -(-context // BLOCK)
-    table = torch.randperm(batch * per_row).int().view(batch, per_row)
+def random_rope(positions: Tensor, head_dim: int) -> Rope:
+    angles = torch.rand(int(positions.max()) + 1, head_dim // 2, device=DEVICE)
+    return Rope(torch.cat((angles.cos(), angles.sin()), -1), positions)
+
+
+def step(query_len: int, contexts: Sequence[int]) -> tuple[AttentionMetadata, int]:
+    """Rows over scrambled blocks, and the number of those."""
+    batch, counts = len(contexts), [-(-context // BLOCK) for context in contexts]
+    table = torch.zeros(batch, max(counts), dtype=torch.int32)
+    for row, blocks in enumerate(torch.randperm(sum(counts)).int().split(counts)):
+        table[row, : len(blocks)] = blocks
+    seqlens = torch.tensor(contexts)
+    last = table[torch.arange(batch), (seqlens - 1) // BLOCK].long()
     meta = AttentionMetadata(
         cu_seqlens_q=torch.arange(batch + 1, device=DEVICE) * query_len,
-        seqlens_k=torch.full((batch,), context, device=DEVICE),
+        seqlens_k=seqlens.to(DEVICE),
         block_table=table.to(DEVICE),
-        slot_mapping=torch.empty(0, dtype=torch.int64, device=DEVICE),
+        slot_mapping=(last * BLOCK + (seqlens - 1) % BLOCK).to(DEVICE),
         max_query_len=query_len,
-        max_seqlen_k=context,
+        max_seqlen_k=max(contexts),
         query_lens=(query_len,) * batch,
-        context_lens=(context,) * batch,
+        context_lens=tuple(contexts),
         backend="triton",
     )
-    return meta, batch * per_row
+    return meta, sum(counts)
 
 
 def decode_rows(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
+    """From the packed projection to the output: norm (Qwen3), rotary, cache write, attention.
+
+    The calls follow each other as a model's layers do, each on keys and values of its own.
+    """
     rows = []
     for name, ((heads, kv_heads, head_dim), cases) in DECODES.items():
-        for batch, context in cases:
-            meta, num_blocks = step(1, context, batch)
-            kv_bytes = 2 * batch * context * kv_heads * head_dim * DTYPE.itemsize
+        for contexts in cases:
+            meta, num_blocks = step(1, contexts)
+            kv_bytes = 2 * sum(contexts) * kv_heads * head_dim * DTYPE.itemsize
+            rope, scale = random_rope(meta.seqlens_k - 1, head_dim), head_dim**-0.5
+            qk_norm = (random(head_dim), random(head_dim), 1e-6) if name in HEAD_NORMS else None
             calls = []
-            for _ in range(max(2, COLD_BYTES // kv_bytes)):
-                pair = random(num_blocks, BLOCK, 2 * kv_heads, head_dim)
-                caches = pair[:, :, :kv_heads], pair[:, :, kv_heads:]
-                q, scale = random(batch, heads, head_dim), head_dim**-0.5
-                calls.append(attend(q, caches, meta, scale))
+            for _ in range(min(MOST_CALLS, max(2, COLD_BYTES // kv_bytes))):
+                k_cache, v_cache = random(num_blocks, BLOCK, 2 * kv_heads, head_dim).chunk(2, dim=2)
+                qkv = random(len(contexts), heads + 2 * kv_heads, head_dim)
+                arguments = (qkv, rope, k_cache, v_cache, meta, scale, None, qk_norm)
+                calls.append(functools.partial(kernels.decode_attention, *arguments))
             seconds = timer(*calls)
             unsplit = without_splits(timer, calls)
             rows.append(
                 {
                     "decode attention": name,
-                    "batch": batch,
-                    "context": context,
+                    "batch": len(contexts),
+                    "context": "-".join(str(length) for length in sorted({*contexts})),
                     "us": seconds * 1e6,
                     "TB/s": kv_bytes / seconds / 1e12,
                     "of read bandwidth": kv_bytes / seconds / bandwidth,
@@ -143,29 +162,23 @@ def decode_rows(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
     return rows
 
 
-def attend(
-    q: Tensor, caches: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float
-) -> Callable[[], Tensor]:
-    return lambda: attention.paged_attention(q, *caches, meta, scale)
-
-
 def without_splits(timer: Timer, calls: Sequence[Callable[[], Tensor]]) -> float:
-    most, attention.MAX_SPLITS = attention.MAX_SPLITS, 1
+    """One program for each row and key-value head."""
+    per_sm, flash_decoding.PROGRAMS_PER_SM = flash_decoding.PROGRAMS_PER_SM, 0
     try:
         return timer(*calls)
     finally:
-        attention.MAX_SPLITS = most
+        flash_decoding.PROGRAMS_PER_SM = per_sm
 
 
 def prefill_rows(timer: Timer, rate: float) -> list[dict[str, Any]]:
     rows = []
     for name, (heads, kv_heads, head_dim) in PREFILLS.items():
         for batch, length in ((1, 2048), (8, 2048)):
-            meta, num_blocks = step(length, length, batch)
-            pair = random(num_blocks, BLOCK, 2 * kv_heads, head_dim)
-            caches = pair[:, :, :kv_heads], pair[:, :, kv_heads:]
-            q = random(batch * length, heads, head_dim)
-            seconds = timer(attend(q, caches, meta, head_dim**-0.5))
+            meta, num_blocks = step(length, [length] * batch)
+            caches = random(num_blocks, BLOCK, 2 * kv_heads, head_dim).chunk(2, dim=2)
+            arguments = (random(batch * length, heads, head_dim), *caches, meta, head_dim**-0.5)
+            seconds = timer(functools.partial(attention.paged_attention, *arguments))
             dense = [random(batch, heads, length, head_dim) for _ in range(3)]
             sdpa = timer(
                 lambda dense=dense: functional.scaled_dot_product_attention(*dense, is_causal=True)
@@ -190,42 +203,30 @@ def layer_rows(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
     """The kernels between the matrix products, at the sizes of Qwen2.5-7B."""
     heads, kv_heads, head_dim = QWEN_7B
     rows = []
-    for tokens in (1, 32, 8192):
-        x, residual, weight = random(tokens, 3584), random(tokens, 3584), random(3584)
-        gate_up = random(tokens, 2 * 18944)
+    for tokens in (32, 8192):
+        x, weight, gate_up = random(tokens, 3584), random(3584), random(tokens, 2 * 18944)
         qkv = random(tokens, heads + 2 * kv_heads, head_dim)
-        cos, sin = random(tokens, 1, head_dim), random(tokens, 1, head_dim)
-        pair = random(1024, BLOCK, 2 * kv_heads, head_dim)
-        caches = pair[:, :, :kv_heads], pair[:, :, kv_heads:]
+        caches = random(1024, BLOCK, 2 * kv_heads, head_dim).chunk(2, dim=2)
         slots = torch.randperm(1024 * BLOCK, device=DEVICE)[:tokens]
+        rope = random_rope(torch.arange(tokens, device=DEVICE), head_dim)
 
-        def separate(
-            implementation: Any,
-            qkv: Tensor = qkv,
-            rope: Any = (cos, sin),
-            rest: Any = (*caches, slots),
-        ) -> None:
+        def separately(qkv: Tensor = qkv, rope: Rope = rope, rest: Any = (*caches, slots)) -> None:
             qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
-            turned = implementation.apply_rotary(qk, *rope)
-            implementation.write_kv(turned[:, heads:], v, *rest)
+            turned = reference.apply_rotary(qk, *rope.cos_sin(DTYPE))
+            reference.write_kv(turned[:, heads:], v, *rest)
 
-        def norm(implementation: Any, arguments: Any = (x, residual, weight, 1e-6)) -> None:
-            implementation.add_rms_norm(*arguments)
-
-        def gate(implementation: Any, gate_up: Tensor = gate_up) -> None:
-            implementation.silu_and_mul(gate_up)
-
-        def fused(_: Any, arguments: Any = (qkv, cos, sin, *caches, slots)) -> None:
-            kernels.rotary_and_write_kv(*arguments)
-
-        for name, run, slow, values in (
-            ("add_rms_norm", norm, norm, 4 * x.numel()),
-            ("silu_and_mul", gate, gate, 1.5 * gate_up.numel()),
-            ("apply_rotary + write_kv", separate, separate, 3.5 * qkv.numel()),
-            ("rotary_and_write_kv", fused, separate, 2 * qkv.numel()),
+        for name, arguments, in_torch, values in (
+            ("rms_norm", (x, weight, 1e-6), reference.rms_norm, 2 * x.numel()),
+            ("silu_and_mul", (gate_up,), reference.silu_and_mul, 1.5 * gate_up.numel()),
+            (
+                "rotary_and_write_kv",
+                (qkv, rope, *caches, slots),
+                lambda *_, separately=separately: separately(),
+                2 * qkv.numel(),
+            ),
         ):
-            seconds = timer(lambda run=run: run(kernels))
-            torch_seconds = timer(lambda slow=slow: slow(reference))
+            seconds = timer(functools.partial(getattr(kernels, name), *arguments))
+            torch_seconds = timer(functools.partial(in_torch, *arguments))
             rows.append(
                 {
                     "layer kernel": name,

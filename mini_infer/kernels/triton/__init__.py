@@ -6,7 +6,7 @@ Each function has the arguments of its namesake in ``mini_infer.kernels.referenc
 
 from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
-from mini_infer.kernels.triton.decode_attention import decode_attention
+from mini_infer.kernels.triton.flash_decoding import decode_attention
 from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
 

@@ -2,7 +2,7 @@
 
 Separately, a layer would read and write its queries and keys up to four times between the
 projection and the attention, in up to six launches. Steps of one query a row do the same inside
-the attention itself (``decode_attention``), with the functions of this file.
+the attention itself (``flash_decoding``), with the functions of this file.
 """
 
 import torch

@@ -12,7 +12,7 @@ from mini_infer.kernels.metadata import AttentionMetadata, Rope
 from tests.kernels.paged_batches import POISON, Shape, empty_caches, paged_batch
 from tests.kernels.triton_device import DEVICE
 
-decode_attention = pytest.importorskip("mini_infer.kernels.triton.decode_attention")
+flash_decoding = pytest.importorskip("mini_infer.kernels.triton.flash_decoding")
 
 CONTEXTS = {
     "first token": [1],
@@ -79,7 +79,7 @@ class Step:
             window,
             (qk_norm[0].double(), qk_norm[1].double(), qk_norm[2]) if qk_norm else None,
         )
-        out = decode_attention.decode_attention(
+        out = flash_decoding.decode_attention(
             self.qkv, self.rope, *self.caches, self.meta, self.scale, window, qk_norm
         )
         assert out.dtype == self.qkv.dtype
@@ -125,9 +125,7 @@ def test_padded_rows_share_a_null_slot() -> None:
     step = Step([20, 1, 1], SHAPES[0])
     step.meta.block_table[2] = step.meta.block_table[1]
     step.meta.slot_mapping[2] = step.meta.slot_mapping[1]
-    out = decode_attention.decode_attention(
-        step.qkv, step.rope, *step.caches, step.meta, step.scale
-    )
+    out = flash_decoding.decode_attention(step.qkv, step.rope, *step.caches, step.meta, step.scale)
     values = step.qkv[1:, -2:].repeat_interleave(2, dim=1).flatten(1)
     torch.testing.assert_close(out[1:], values)
 
@@ -145,7 +143,7 @@ def test_padded_rows_share_a_null_slot() -> None:
 def test_launches_are_sized_from_counts_and_the_longest_context(
     num_rows: int, num_kv_heads: int, max_keys: int, num_pieces: int
 ) -> None:
-    plan = decode_attention.plan_decode(num_rows, num_kv_heads, max_keys, 256, 132)
+    plan = flash_decoding.plan_decode(num_rows, num_kv_heads, max_keys, 256, 132)
     assert plan.num_pieces == num_pieces
 
 
