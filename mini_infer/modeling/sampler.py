@@ -60,9 +60,13 @@ class SampleResult:
 
 
 def draw(
-    logits: Tensor, slots: Tensor, num_tokens: Tensor, state: SamplingState, token_table: Tensor
+    logits: Tensor,
+    slots: Tensor,
+    num_tokens: Tensor,
+    state: SamplingState,
+    token_table: Tensor | None = None,
 ) -> Tensor:
-    """Draws ``[R]`` tokens on a GPU and writes each into its slot's row of ``token_table``.
+    """Draws ``[R]`` tokens on a GPU; writes each into its slot's row of ``token_table``, if given.
 
     Everything that depends on the rows is decided on the device, so a CUDA graph may hold this.
     What it does not know: see ``SamplingState.needs_edits``.
@@ -111,6 +115,10 @@ def _rows_at_once(logits: Tensor) -> int:
     return max(1, limit // logits.shape[-1])
 
 
+def _draws_in_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda
+
+
 def _concatenated(parts: list[SampleResult]) -> SampleResult:
     token_ids = torch.cat([part.token_ids for part in parts])
     logprobs = [part.logprobs for part in parts if part.logprobs]
@@ -155,6 +163,9 @@ class Sampler:
             largest logit. Log-probabilities are those of the raw logits.
         """
         slots, num_tokens = np.asarray(slots), np.asarray(num_tokens)
+        if _draws_in_kernels(logits) and not state.needs_edits(slots, num_tokens):
+            rows = to_device(np.stack((slots, num_tokens)), logits.device)
+            return SampleResult(draw(logits, rows[0], rows[1], state))
         num_top = int(state.num_logprobs[slots].max())
         at_once = _rows_at_once(logits)
         parts = []
@@ -220,7 +231,9 @@ class Sampler:
         return sampling.ban_(logits, state.ban_ids[slots], active)
 
     def _draw(self, batch: "_Batch", logits: Tensor) -> Tensor:
-        """Greedy, plain random and truncated rows go three ways and meet again."""
+        if _draws_in_kernels(logits):
+            return draw(logits, batch.device_slots, batch.device_num_tokens, batch.state)
+        # Greedy, plain random and truncated rows go three ways and meet again.
         ways = (
             (batch.rows(Stage.RANDOM, Stage.NONE), self._draw_greedy),
             (batch.rows(Stage.RANDOM | Stage.TRUNCATE, Stage.RANDOM), self._draw_plain),

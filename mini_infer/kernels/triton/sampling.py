@@ -12,16 +12,25 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.sampling import INTEGERS, REALS
-from mini_infer.kernels.triton.launch import num_sms, power_of_two, starts_early
-from mini_infer.kernels.triton.noise import negative_gumbel, order_key, rank_key, row_keys, token_of
+from mini_infer.kernels.triton.launch import num_sms, starts_early
+from mini_infer.kernels.triton.noise import (
+    divide,
+    negative_gumbel,
+    order_key,
+    rank_key,
+    row_keys,
+    token_of,
+)
 from mini_infer.kernels.triton.truncation import draw_truncated
 
 SCANNED = 1024
 """Logits that a program of ``scan_kernel`` takes at a time."""
+SCAN_WARPS = 4
 PROGRAMS_PER_SM = 12
 MAX_PARTS = 256
 FINISHED = 4096
 """Logits that a program of ``finish_kernel`` takes at a time, where it has to read them."""
+FINISH_WARPS = 16
 LISTED = 2048
 """Candidates at the edge of the kept set that are ranked one by one."""
 
@@ -84,11 +93,11 @@ def draw(
         tiles_per_part,
         tile=SCANNED,
         early=early,
-        num_warps=4,
+        num_warps=SCAN_WARPS,
         launch_pdl=early,
     )
-    writes = token_table is not None
-    table = token_ids if token_table is None else token_table
+    if token_table is None:
+        token_table = torch.empty(1, 0, dtype=torch.int32, device=device)
     finish_kernel[num_rows,](
         logits,
         logits.stride(0),
@@ -103,23 +112,22 @@ def draw(
         highest,
         candidates,
         token_ids,
-        table,
-        table.stride(0),
-        table.shape[-1],
+        token_table,
+        token_table.stride(0),
+        token_table.shape[1],
         vocab_size,
         num_parts,
-        padded_parts=power_of_two(num_parts),
+        padded_parts=MAX_PARTS,
         tile=FINISHED,
         listed=LISTED,
-        writes=writes,
         early=early,
-        num_warps=16,
+        num_warps=FINISH_WARPS,
         launch_pdl=early,
     )
     return token_ids
 
 
-@triton.jit(do_not_specialize=["vocab_size", "tiles_per_part"])
+@triton.jit(do_not_specialize=["reals_stride", "integers_stride", "tiles_per_part"])
 def scan_kernel(
     logits_ptr,
     row_stride,
@@ -158,6 +166,7 @@ def scan_kernel(
     best_id = first + lanes
     highest = best
     if temperature > 0.0:
+        reciprocal = tl.div_rn(1.0, temperature)
         key0, key1 = row_keys(seed, tl.load(num_tokens_ptr + row).to(tl.int64))
         for start in range(first, end, tile):
             ids = start + lanes
@@ -165,7 +174,7 @@ def scan_kernel(
             hashes = tl.load(hashes_ptr + ids, mask=inside, other=0).to(tl.uint32, bitcast=True)
             x = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
             highest = tl.maximum(highest, x)
-            score = tl.div_rn(x, temperature) - negative_gumbel(hashes, key0, key1)
+            score = divide(x, temperature, reciprocal) - negative_gumbel(hashes, key0, key1)
             better = ((score > best) | (score != score)) & (best == best)
             best = tl.where(better, score, best)
             best_id = tl.where(better, ids, best_id)
@@ -181,7 +190,15 @@ def scan_kernel(
     tl.store(highest_ptr + place, tl.max(highest, 0))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "table_length", "num_parts"])
+@triton.jit(
+    do_not_specialize=[
+        "reals_stride",
+        "integers_stride",
+        "table_stride",
+        "table_length",
+        "num_parts",
+    ]
+)
 def finish_kernel(
     logits_ptr,
     row_stride,
@@ -204,7 +221,6 @@ def finish_kernel(
     padded_parts: tl.constexpr,
     tile: tl.constexpr,
     listed: tl.constexpr,
-    writes: tl.constexpr,
     early: tl.constexpr,
 ):
     """A row's token, from its parts. Grid: (rows)."""
@@ -249,6 +265,5 @@ def finish_kernel(
             )
     token_id = token_of(best)
     tl.store(token_ids_ptr + row, token_id)
-    if writes:
-        token = token_id.to(table_ptr.dtype.element_ty)
-        tl.store(table_ptr + slot * table_stride + position, token, mask=position < table_length)
+    token = token_id.to(table_ptr.dtype.element_ty)
+    tl.store(table_ptr + slot * table_stride + position, token, mask=position < table_length)

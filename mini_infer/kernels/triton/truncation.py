@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from mini_infer.kernels.triton.noise import (
+    divide,
     float_of,
     negative_gumbel,
     order_key,
@@ -60,9 +61,11 @@ def draw_truncated(
     scale = _LOG2_E / temperature
     winner = token_of(best)
     logit = tl.load(row_ptr + winner).to(tl.float32)
-    floor = tl.div_rn(highest, temperature) + log_min_p
+    reciprocal = tl.div_rn(1.0, temperature)
+    floor = divide(highest, temperature, reciprocal) + log_min_p
+    likely = divide(logit, temperature, reciprocal) >= floor
     limits_mass = top_p < float("inf")
-    kept = tl.div_rn(logit, temperature) >= floor
+    kept = likely
     cut = tl.full([], _LOWEST, tl.int64)
     is_listed = False
     if (top_k > 0) | limits_mass:
@@ -112,7 +115,7 @@ def draw_truncated(
                     listed,
                     True,
                 )
-            kept = (rank_key(logit, winner) >= cut) & (tl.div_rn(logit, temperature) >= floor)
+            kept = likely & (rank_key(logit, winner) >= cut)
     if not kept:
         key0, key1 = row_keys(seed, position)
         if is_listed:
@@ -360,7 +363,7 @@ def best_of_list(
     kept = keys >= cut
     ids = token_of(keys)
     hashes = tl.load(hashes_ptr + ids, mask=kept, other=0).to(tl.uint32, bitcast=True)
-    scaled = tl.div_rn(float_of((keys >> 32).to(tl.int32)), temperature)
+    scaled = divide(float_of((keys >> 32).to(tl.int32)), temperature, tl.div_rn(1.0, temperature))
     score = scaled - negative_gumbel(hashes, key0, key1)
     return tl.max(tl.where(kept & (scaled >= floor), rank_key(score, ids), _LOWEST), 0)
 
@@ -371,11 +374,12 @@ def best_of_row(
 ):
     """The best noisy token of the row at or above cut and floor."""
     lanes = tl.arange(0, tile)
+    reciprocal = tl.div_rn(1.0, temperature)
     best = tl.full([], _LOWEST, tl.int64)
     for start in range(0, vocab_size, tile):
         ids = start + lanes
         x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        scaled = tl.div_rn(x, temperature)
+        scaled = divide(x, temperature, reciprocal)
         kept = (scaled >= floor) & (rank_key(x, ids) >= cut) & (ids < vocab_size)
         if tl.max(kept.to(tl.int32), 0) > 0:
             hashes = tl.load(hashes_ptr + ids, mask=kept, other=0).to(tl.uint32, bitcast=True)
