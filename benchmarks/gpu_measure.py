@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from client import Job, random_prompt
 from gpu_workloads import CONCURRENCY, FIRST_TOKEN, MIXED, Sizes
@@ -18,6 +18,8 @@ TEMPERATURE = 0.6
 CONCURRENCIES = (1, 2, 4, 8)
 COLD, CACHED = f"{FIRST_TOKEN}, cold", f"{FIRST_TOKEN}, cached"
 PREFILL = "prefill"
+LONE = ("batch 1", "context 3800")
+"""One request: without its prefill, what is left is the time per token."""
 PROFILED_OUTPUT = 64
 """Output tokens of a request, at most, where only a trace is wanted."""
 PROFILED_FROM_START = (PREFILL, FIRST_TOKEN)
@@ -55,9 +57,22 @@ class Measurements:
     """Percent of the allocated tokens, over the mixed workload."""
 
     def add(self, name: str, jobs: Sequence[Job], seconds: float, cached: int = 0) -> None:
+        """One repeat of a whole call; ``cached`` tokens of each prompt were in KV."""
         if name not in self.limits:
             self.shapes[name] = Shape.of(jobs)
             self.limits[name] = workload_seconds(self.card, self.cost, jobs, cached)
+        self.seconds.setdefault(name, []).append(seconds)
+
+    def add_decode(self, name: str, job: Job, seconds: float) -> None:
+        """One repeat of a lone request's time from its first token to its last."""
+        if name not in self.limits:
+            prefill, whole = (
+                workload_seconds(self.card, self.cost, [part])
+                for part in (replace(job, num_output_tokens=1), job)
+            )
+            self.limits[name] = whole - prefill
+            rest = replace(job, num_output_tokens=job.num_output_tokens - 1)
+            self.shapes[name] = Shape.of([rest])
         self.seconds.setdefault(name, []).append(seconds)
 
     def figure(self, name: str) -> float | None:
@@ -110,6 +125,7 @@ def measure(
 ) -> None:
     """One repeat of the workload ``name``; its figures go to ``found``, and are printed at once, so
     that a run that is cut short has not been for nothing."""
+    counts = {part: len(times) for part, times in found.seconds.items()}
     if name == FIRST_TOKEN:
         for index in range(num_first_tokens):
             _measure_first_tokens(llm, sizes, 1000 * seed + index, found)
@@ -127,7 +143,7 @@ def measure(
     else:
         _measure_call(llm, name, sizes.batch(name, seed), found)
     for part, seconds in found.seconds.items():
-        if part.startswith(name):
+        if len(seconds) > counts.get(part, 0):
             print(f"  {part}: {found.in_units(part, seconds[-1]):.5g} {unit(part)}", flush=True)
 
 
@@ -149,6 +165,12 @@ def _measure_call(llm: LLM, name: str, jobs: Sequence[Job], found: Measurements)
     if made != sum(job.num_output_tokens for job in jobs):
         raise SystemExit(f"{name}: {made} tokens came out, which is not what was asked for")
     found.add(name, jobs, seconds)
+    if name in LONE and jobs[0].num_output_tokens > 1:
+        metrics = outputs[0].metrics
+        assert metrics.first_token_time is not None
+        assert metrics.last_token_time is not None
+        seconds = metrics.last_token_time - metrics.first_token_time
+        found.add_decode(f"{name}, decode", jobs[0], seconds)
 
 
 def _measure_first_tokens(llm: LLM, sizes: Sizes, seed: int, found: Measurements) -> None:

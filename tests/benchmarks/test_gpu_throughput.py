@@ -30,7 +30,8 @@ def test_all_workloads(tiny_config: Path) -> None:
     result = run(tiny_config, "--shrink", 64, "--first-tokens", 2)
     rows = {row["workload"]: row for row in result["rows"]}
     assert list(rows) == [
-        *("batch 1", "batch 8", "batch 32", "batch 128", "prefill", "context 3800", "mixed 256"),
+        *("batch 1", "batch 1, decode", "batch 8", "batch 32", "batch 128", "prefill"),
+        *("context 3800", "context 3800, decode", "mixed 256"),
         *("first token, cold", "first token, cached"),
         *("concurrency 1", "concurrency 2", "concurrency 4", "concurrency 8"),
     ]
@@ -44,6 +45,9 @@ def test_all_workloads(tiny_config: Path) -> None:
             assert row["of limit"] == pytest.approx(limit / seconds)
             assert row["mini-infer"] / row["card's limit"] == pytest.approx(row["of limit"])
     assert len(result["samples"]["seconds"]["first token, cold"]) == 2
+    assert rows["batch 1, decode"]["out"] == rows["batch 1"]["out"] - 1
+    limits = result["samples"]["limit seconds"]
+    assert 0 < limits["context 3800, decode"] < limits["context 3800"]
     assert rows["batch 8"]["Hugging Face"] > 0
     assert rows["batch 32"]["Hugging Face"] is None
     fall, gain, waste = result["bars"]
@@ -66,7 +70,8 @@ def test_bars_and_peers_of_a_model_that_has_them(
     monkeypatch.setitem(gpu_throughput.REFERENCES, "tiny", reference)
     monkeypatch.setattr(gpu_workloads, "BATCHES", {"context 3800": (1, 9, 3)})
     result = run(tiny_config, "--workloads", "context 3800", "--no-hugging-face")
-    (row,) = result["rows"]
+    row, decode = result["rows"]
+    assert decode["bar"] is None
     assert (row["bar"], row["other"], row["in"], row["out"]) == (1e9, 7.0, 9, 3)
     assert [(bar["name"], bar["met"]) for bar in result["bars"][:2]] == [
         ("context 3800, tok/s", False),
