@@ -240,9 +240,9 @@ class Sampler:
             (batch.rows(Stage.TRUNCATE), self._draw_truncated),
         )
         token_ids = torch.empty(len(batch.slots), dtype=torch.int64, device=logits.device)
-        for rows, draw in ways:
+        for rows, way in ways:
             if rows.size:
-                drawn = draw(batch, batch.take(logits, rows), rows)
+                drawn = way(batch, batch.take(logits, rows), rows)
                 token_ids = batch.put(token_ids, rows, drawn)
         return token_ids
 
