@@ -20,6 +20,7 @@ COLD, CACHED = f"{FIRST_TOKEN}, cold", f"{FIRST_TOKEN}, cached"
 PREFILL = "prefill"
 LONE = ("batch 1", "context 3800")
 """One request: without its prefill, what is left is the time per token."""
+WARM_OUTPUT, WARM_REQUESTS = 4, 32
 PROFILED_OUTPUT = 64
 """Output tokens of a request, at most, where only a trace is wanted."""
 PROFILED_FROM_START = (PREFILL, FIRST_TOKEN)
@@ -111,13 +112,22 @@ def timed(llm: LLM, jobs: Sequence[Job]) -> tuple[float, list[RequestOutput]]:
     return time.perf_counter() - started, outputs
 
 
-def warm_up(llm: LLM, sizes: Sequence[int], long_prompt: int) -> None:
-    """Compiles the kernels for a few batch sizes and one long prompt; no part of a figure."""
+def warm_up(llm: LLM, sizes: Sequence[int]) -> None:
+    """Short requests of a few batch sizes, so that their kernels are compiled."""
     rng = random.Random(-1)
     vocab_size = llm.engine.config.model_config.vocab_size
     for size in sizes:
-        timed(llm, [Job(random_prompt(rng, vocab_size, 24), 4) for _ in range(size)])
-    timed(llm, [Job(random_prompt(rng, vocab_size, long_prompt), 4) for _ in range(4)])
+        timed(llm, [Job(random_prompt(rng, vocab_size, 24), WARM_OUTPUT) for _ in range(size)])
+
+
+def rehearse(llm: LLM, name: str, sizes: Sizes) -> None:
+    """The beginning of a workload: its first requests, a few tokens out. What shapes like its own
+    compile or allocate at first is no part of its figure."""
+    if name == FIRST_TOKEN:
+        for job in sizes.shared_prefix(-1, llm.engine.config.block_size)[:2]:  # cold, cached
+            timed(llm, [job])
+    else:
+        timed(llm, short_jobs(name, sizes, WARM_OUTPUT)[:WARM_REQUESTS])
 
 
 def measure(
@@ -147,15 +157,15 @@ def measure(
             print(f"  {part}: {found.in_units(part, seconds[-1]):.5g} {unit(part)}", flush=True)
 
 
-def profiled_jobs(name: str, sizes: Sizes, block_size: int) -> list[Job]:
-    """The workload for a trace: no longer than the trace needs."""
+def short_jobs(name: str, sizes: Sizes, most: int) -> list[Job]:
+    """The workload with at most that many tokens out of each request."""
     if name == FIRST_TOKEN:
-        return list(sizes.shared_prefix(0, block_size)[:1])
-    if name == CONCURRENCY:
+        jobs = [sizes.shared_prefix(0, block_size=1)[0]]
+    elif name == CONCURRENCY:
         jobs = sizes.concurrent(max(CONCURRENCIES), 0)
     else:
         jobs = sizes.mixed() if name == MIXED else sizes.batch(name, 0)
-    return [Job(job.prompt_token_ids, min(job.num_output_tokens, PROFILED_OUTPUT)) for job in jobs]
+    return [Job(job.prompt_token_ids, min(job.num_output_tokens, most)) for job in jobs]
 
 
 def _measure_call(llm: LLM, name: str, jobs: Sequence[Job], found: Measurements) -> None:

@@ -18,10 +18,12 @@ from gpu_measure import (
     CACHED,
     COLD,
     PROFILED_FROM_START,
+    PROFILED_OUTPUT,
     TEMPERATURE,
     Measurements,
     measure,
-    profiled_jobs,
+    rehearse,
+    short_jobs,
     timed,
     unit,
     warm_up,
@@ -98,17 +100,19 @@ def _run_engine(
         report.setup["card"] = card.summary
         found = Measurements(card, ModelCost.of(config.model_config))
         sizes = Sizes(config.model_config.vocab_size, arguments.shrink)
-        warm_up(llm, WARM_BATCHES, sizes.longest_prompt)
+        warm_up(llm, WARM_BATCHES)
         for repeat in range(arguments.repeats):
             for name in arguments.workloads:
                 if time.perf_counter() - started > arguments.budget:
                     report.notes.append(f"{name}, repeat {repeat + 1}: not run, no time was left")
-                else:
-                    seed = arguments.seed + repeat
-                    measure(llm, name, sizes, seed, arguments.first_tokens, found)
+                    continue
+                if repeat == 0:
+                    rehearse(llm, name, sizes)
+                seed = arguments.seed + repeat
+                measure(llm, name, sizes, seed, arguments.first_tokens, found)
         for name in arguments.workloads if arguments.profile is not None else ():
             llm.engine.reset_prefix_cache()
-            jobs = profiled_jobs(name, sizes, config.block_size)
+            jobs = short_jobs(name, sizes, PROFILED_OUTPUT)
             skip = 0 if name in PROFILED_FROM_START else None
             with trace(arguments, llm, name, skip):
                 timed(llm, jobs)

@@ -29,10 +29,6 @@ class Sizes:
     def _of(self, size: int) -> int:
         return max(1, size // self.shrink)
 
-    @property
-    def longest_prompt(self) -> int:
-        return self._of(max(prompt for _, prompt, _ in BATCHES.values()))
-
     def batch(self, name: str, seed: int) -> list[Job]:
         requests, prompt, output = BATCHES[name]
         return self._uniform(seed, self._of(requests), self._of(prompt), self._of(output))
