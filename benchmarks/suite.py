@@ -18,6 +18,7 @@ BENCHMARKS = (
     "chunked_prefill",
     "prefix_cache",
     "dtype_agreement",
+    "host_overhead",
     "vs_huggingface",
 )
 
@@ -27,7 +28,6 @@ GPU_BENCHMARKS = (
     "gpu_throughput",
     "gpu_memory",
     "cuda_graphs",
-    "host_overhead",
     "startup_gpu",
 )
 """Not in the suite, which runs anywhere: each takes minutes of a GPU."""
