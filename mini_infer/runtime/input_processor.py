@@ -78,7 +78,7 @@ class InputProcessor:
             prompt_token_ids = _integers(prompt)
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt is empty: send at least one token", "prompt")
-        self._check_token_ids("prompt", prompt_token_ids)
+        self._check_vocabulary("prompt", prompt_token_ids)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("logit_bias", params.logit_bias)
         self._check_allowed(params.allowed_token_ids or ())
@@ -115,24 +115,23 @@ class InputProcessor:
 
     def _check_token_ids(self, param: str, token_ids: Iterable[int]) -> None:
         token_ids = list(token_ids)
-        # Of thousands of ids in a prompt, none is looked at one by one in Python.
-        all_ints = set(map(type, token_ids)) <= {int}
-        if (
-            all_ints
-            and 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._vocab_size
-        ):
-            return
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise InvalidRequestError(
                     f"{param}: a token id is an integer, not {token_id!r}", param
                 )
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequestError(
-                    f"{param}: token id {token_id} is outside the model's vocabulary: ids go from "
-                    f"0 to {self._vocab_size - 1}",
-                    param,
-                )
+        self._check_vocabulary(param, token_ids)
+
+    def _check_vocabulary(self, param: str, token_ids: Sequence[int]) -> None:
+        """By built-in functions: prompts bring thousands of ids, and the first step waits."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
+        stranger = next(item for item in token_ids if not 0 <= item < self._vocab_size)
+        raise InvalidRequestError(
+            f"{param}: token id {stranger} is outside the model's vocabulary: ids go from "
+            f"0 to {self._vocab_size - 1}",
+            param,
+        )
 
     def _check_allowed(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) > self._vocab_size:
@@ -210,7 +209,10 @@ def _check_queueing(priority: object, cache_salt: object) -> None:
 def _integers(token_ids: Sequence[int]) -> list[int]:
     """Plain ints, also from an array of NumPy's or torch's integers; True is none."""
     try:
-        if bool not in set(map(type, token_ids)):
+        kinds = set(map(type, token_ids))
+        if kinds == {int}:
+            return list(token_ids)
+        if bool not in kinds:
             return list(map(operator.index, token_ids))
     except TypeError:
         pass

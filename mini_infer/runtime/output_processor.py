@@ -174,8 +174,12 @@ class OutputProcessor:
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
         if matcher.matched is not None:
             finish_reason, stop_reason = "stop", matcher.matched
-        logprobs = self._logprobs(choice, update.new_logprobs[:num_new_tokens])
-        prompt_logprobs = self._prompt_logprobs(parent, update)
+        logprobs: tuple[dict[int, Logprob], ...] = ()
+        if update.new_logprobs:
+            logprobs = self._logprobs(choice, update.new_logprobs[:num_new_tokens])
+        prompt_logprobs = None
+        if update.prompt_logprobs:
+            prompt_logprobs = self._prompt_logprobs(parent, update.prompt_logprobs)
         if completion.index == 0 and update.num_cached_tokens > parent.output.num_cached_tokens:
             parent.output.num_cached_tokens = update.num_cached_tokens
         output = None
@@ -239,18 +243,14 @@ class OutputProcessor:
         return shown
 
     def _prompt_logprobs(
-        self, parent: _Parent, update: RequestUpdate
+        self, parent: _Parent, positions: Sequence[TokenLogprobs | None]
     ) -> list[dict[int, Logprob] | None] | None:
         """Shown once a request, with whichever choice brings them first."""
         num_top = parent.processed.params.prompt_logprobs
-        if (
-            update.prompt_logprobs is None
-            or num_top is None
-            or parent.output.prompt_logprobs is not None
-        ):
+        if num_top is None or parent.output.prompt_logprobs is not None:
             return None
         parent.output.prompt_logprobs = [
             None if position is None else self._renderer.render(position, num_top)
-            for position in update.prompt_logprobs
+            for position in positions
         ]
         return parent.output.prompt_logprobs

@@ -17,7 +17,7 @@ from mini_infer.serving.answer import DeltaStream, Envelope, collect, events_of
 from mini_infer.serving.chat import ChatChunks, chat_answer, chat_prompt, text_length
 from mini_infer.serving.completions import CompletionFormat
 from mini_infer.serving.errors import install_error_handlers
-from mini_infer.serving.metrics import CONTENT_TYPE, EngineMetrics
+from mini_infer.serving.metrics import CONTENT_TYPE, HEARD, EngineMetrics
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
 from mini_infer.serving.sse import EventStreamResponse, end_with_done, until_disconnect
 
@@ -33,7 +33,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app = FastAPI(title="mini-infer", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     metrics = EngineMetrics(engine.config)
-    engine.events.subscribe(metrics.observe)
+    engine.events.subscribe(metrics.observe, *HEARD)
     created = int(time.time())
 
     def model_card() -> dict[str, Any]:

@@ -28,6 +28,19 @@ from mini_infer.core.events import (
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+HEARD = (
+    Admitted,
+    Answered,
+    Finished,
+    Preempted,
+    Queued,
+    Resumed,
+    StepCompleted,
+    TokensEmitted,
+)
+"""The types that ``EngineMetrics.observe`` counts; subscribe it to these, so that no others are
+built for it."""
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "vllm:"
 COUNTERS = {
