@@ -23,7 +23,7 @@ from torch.nn import functional
 from mini_infer.kernels import reference
 from mini_infer.kernels import triton as kernels
 from mini_infer.kernels.metadata import AttentionMetadata, Rope
-from mini_infer.kernels.triton import attention, flash_decoding
+from mini_infer.kernels.triton import attention, split_attention
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -164,11 +164,11 @@ def decode_rows(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
 
 def without_splits(timer: Timer, calls: Sequence[Callable[[], Tensor]]) -> float:
     """One program for each row and key-value head."""
-    per_sm, flash_decoding.PROGRAMS_PER_SM = flash_decoding.PROGRAMS_PER_SM, 0
+    per_sm, split_attention.PROGRAMS_PER_SM = split_attention.PROGRAMS_PER_SM, 0
     try:
         return timer(*calls)
     finally:
-        flash_decoding.PROGRAMS_PER_SM = per_sm
+        split_attention.PROGRAMS_PER_SM = per_sm
 
 
 def prefill_rows(timer: Timer, rate: float) -> list[dict[str, Any]]:

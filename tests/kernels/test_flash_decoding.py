@@ -130,23 +130,6 @@ def test_padded_rows_share_a_null_slot() -> None:
     torch.testing.assert_close(out[1:], values)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_kv_heads", "max_keys", "num_pieces"),
-    [
-        pytest.param(1, 4, 32768, 66, id="one request: two programs a processor"),
-        pytest.param(1, 4, 256, 4, id="never more pieces than are worth their cost"),
-        pytest.param(1, 4, 90, 1, id="a short context is one piece"),
-        pytest.param(32, 4, 32768, 97, id="rows share the pieces"),
-        pytest.param(2, 300, 32768, 2, id="more heads than processors"),
-    ],
-)
-def test_launches_are_sized_from_counts_and_the_longest_context(
-    num_rows: int, num_kv_heads: int, max_keys: int, num_pieces: int
-) -> None:
-    plan = flash_decoding.plan_decode(num_rows, num_kv_heads, max_keys, 256, 132)
-    assert plan.num_pieces == num_pieces
-
-
 def test_empty_caches_are_never_read() -> None:
     shape = SHAPES[0]
     step = Step([1, 1], shape)

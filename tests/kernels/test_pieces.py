@@ -1,6 +1,7 @@
 """How programs find their piece of a decode step's contexts."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,47 +13,96 @@ import triton.language as tl  # noqa: E402 -- after the test of its presence
 
 from mini_infer.kernels.triton import pieces  # noqa: E402
 
-find_piece, piece_bounds = pieces.find_piece, pieces.piece_bounds
-pieces_before, row_pieces = pieces.pieces_before, pieces.row_pieces
+find_piece, find_row = pieces.find_piece, pieces.find_row
 
 
 @triton.jit
 def list_kernel(
-    seqlens_k, out, num_rows, aim, stride, window: tl.constexpr, least_keys: tl.constexpr
+    seqlens_k,
+    cu_seqlens_q,
+    out,
+    num_rows,
+    query_limit,
+    aim,
+    stride,
+    window: tl.constexpr,
+    least_keys: tl.constexpr,
+    single: tl.constexpr,
 ):
-    """Row, first piece, first key and end of every ``stride``-th piece ``[programs, 6]``."""
+    """Row, index in it, and number of the row's pieces, of every ``stride``-th piece."""
     piece = tl.program_id(0) * stride
-    row, first_piece, share = find_piece(seqlens_k, num_rows, piece, aim, window, least_keys)
-    out += tl.program_id(0) * 6
+    row, index, count = find_piece(
+        seqlens_k, cu_seqlens_q, num_rows, query_limit, piece, aim, window, least_keys, single
+    )
+    out += tl.program_id(0) * 3
     tl.store(out, row)
-    if row < num_rows:
-        context = tl.load(seqlens_k + row)
-        count = row_pieces(context, share, window)
-        start, end, lowest = piece_bounds(context, piece - first_piece, count, window)
-        tl.store(out + 1, first_piece)
-        tl.store(out + 2, count)
-        tl.store(out + 3, start)
-        tl.store(out + 4, end)
-        tl.store(out + 5, lowest)
+    tl.store(out + 1, index)
+    tl.store(out + 2, count)
 
 
 @triton.jit
-def count_kernel(seqlens_k, out, num_rows, aim, window: tl.constexpr, least_keys: tl.constexpr):
-    """First piece and number of pieces of each row ``[R, 2]``."""
-    row = tl.program_id(0)
-    first_piece, count = pieces_before(seqlens_k, num_rows, row, aim, window, least_keys)
-    tl.store(out + row * 2, first_piece)
-    tl.store(out + row * 2 + 1, count)
+def rows_kernel(
+    seqlens_k,
+    cu_seqlens_q,
+    out,
+    num_rows,
+    query_limit,
+    aim,
+    stride,
+    window: tl.constexpr,
+    least_keys: tl.constexpr,
+    single: tl.constexpr,
+):
+    """First piece and number of pieces of every ``stride``-th row."""
+    row = tl.program_id(0) * stride
+    first_piece, count = find_row(
+        seqlens_k, cu_seqlens_q, num_rows, query_limit, row, aim, window, least_keys, single
+    )
+    out += tl.program_id(0) * 2
+    tl.store(out, first_piece)
+    tl.store(out + 1, count)
+
+
+@triton.jit
+def bounds_kernel(out, base, cached, count):
+    """First key and end of each piece of a row."""
+    start, end = pieces.piece_bounds(base, cached, tl.program_id(0), count)
+    tl.store(out + tl.program_id(0) * 2, start)
+    tl.store(out + tl.program_id(0) * 2 + 1, end)
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    width: int,
+    contexts: list[int],
+    query_lens: list[int] | None,
+    aim: int,
+    *,
+    window: int = 0,
+    stride: int = 1,
+    least_keys: int = 64,
+    query_limit: int = 1,
+) -> list[list[int]]:
+    seqlens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, *(query_lens or [])]).cumsum(0).to(DEVICE)
+    out = torch.full((programs, width), -1, dtype=torch.int32, device=DEVICE)
+    rows, single = len(contexts), query_lens is None
+    kernel[programs,](
+        seqlens, starts, out, rows, query_limit, aim, stride, window, least_keys, single
+    )
+    return out.tolist()
 
 
 def listed(
-    contexts: list[int], aim: int, window: int = 0, stride: int = 1, least_keys: int = 64
+    contexts: list[int], aim: int, query_lens: list[int] | None = None, stride: int = 1, **rest: int
 ) -> list[list[int]]:
-    seqlens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    """``[row, index, count]`` of the pieces that exist; those that may not are at the end."""
     programs = triton.cdiv(aim + len(contexts) - 1, stride)
-    out = torch.full((programs, 6), -1, dtype=torch.int32, device=DEVICE)
-    list_kernel[programs,](seqlens, out, len(contexts), aim, stride, window, least_keys)
-    return [piece for piece in out.tolist() if piece[0] < len(contexts)]
+    found = launch(list_kernel, programs, 3, contexts, query_lens, aim, stride=stride, **rest)
+    existing = [piece for piece in found if piece[2]]
+    assert existing == found[: len(existing)]
+    return existing
 
 
 CONTEXTS = [[1], [5000], [70, 3, 900], [1] * 9, [4000, *[90] * 11], [333] * 7]
@@ -61,41 +111,51 @@ CONTEXTS = [[1], [5000], [70, 3, 900], [1] * 9, [4000, *[90] * 11], [333] * 7]
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=str)
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("aim", [1, 12])
-def test_pieces_cover_every_cached_key_once(contexts: list[int], window: int, aim: int) -> None:
-    found = listed(contexts, aim, window)
-    for row, context in enumerate(contexts):
-        own = [piece for piece in found if piece[0] == row]
-        assert {piece[2] for piece in own} == {len(own)}
-        lowest = max(context - window, 0) if window else 0
-        assert {piece[5] for piece in own} == {lowest}
-        starts, ends = [piece[3] for piece in own], [piece[4] for piece in own]
-        assert lowest - 16 < starts[0] <= lowest
-        assert starts[1:] == ends[:-1]
-        assert ends[-1] == context - 1
-        assert all(start < end for start, end in pairwise([*starts, context]))
+def test_every_row_has_pieces_in_order(contexts: list[int], window: int, aim: int) -> None:
+    found = listed(contexts, aim, window=window)
+    keys = [min(context, window or context) for context in contexts]
+    share = max(64, -(-sum(keys) // aim))
+    counts = [max(1, (length + share // 2) // share) for length in keys]
+    expected = [[row, index, count] for row, count in enumerate(counts) for index in range(count)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(("base", "cached"), [(0, 0), (0, 15), (0, 1000), (32, 40), (160, 5000)])
+@pytest.mark.parametrize("count", [1, 7])
+def test_the_pieces_of_a_row_are_even_and_cover_it(base: int, cached: int, count: int) -> None:
+    out = torch.empty(count, 2, dtype=torch.int32, device=DEVICE)
+    bounds_kernel[count,](out, base, cached, count)
+    bounds = out.tolist()
+    assert bounds[0][0] == base
+    assert bounds[-1][1] == cached
+    assert all(end == start for (_, end), (start, _) in pairwise(bounds))
+    sizes = [end - start for start, end in bounds[:-1]]
+    assert not sizes or max(sizes) - min(sizes) <= 16
 
 
 def test_a_long_row_beside_short_ones_gets_its_share() -> None:
-    counts = [piece[2] for piece in listed([32000, *[500] * 31], aim=66)]
-    assert counts.count(1) == 31
-    assert counts[0] == 44
-    assert len(counts) == 31 + 44
+    counts = [count for _, _, count in listed([32000, *[500] * 31], aim=66)]
+    assert counts == [44] * 44 + [1] * 31
 
 
 def test_rows_are_found_beyond_those_scanned_at_once() -> None:
     contexts = [1 + row % 3 for row in range(600)]
     contexts[300] = 2000
     expected = [row for row in range(600) for _ in range(13 if row == 300 else 1)]
-    assert [piece[0] for piece in listed(contexts, 20, stride=41, least_keys=16)] == expected[::41]
+    found = listed(contexts, 20, stride=41, least_keys=16)
+    assert [row for row, _, _ in found] == expected[::41]
 
 
-def test_both_kernels_number_pieces_alike() -> None:
+def test_rows_of_too_many_queries_have_no_piece() -> None:
+    found = listed([900, 70, 5000, 3], 10, [1, 3, 60, 2], query_limit=3)
+    assert [[row, count] for row, index, count in found if index == 0] == [[0, 9], [1, 1], [3, 1]]
+
+
+@pytest.mark.parametrize("query_lens", [None, [1, 2, 9, *[3] * 300, 1]])
+def test_both_kernels_number_pieces_alike(query_lens: list[int] | None) -> None:
     contexts = [3, 700, 90, *[20] * 300, 400]
-    seqlens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    out = torch.empty(len(contexts), 2, dtype=torch.int32, device=DEVICE)
-    count_kernel[len(contexts),](seqlens, out, len(contexts), 15, 0, 64)
-    pieces_of_rows = out.tolist()
-    for (first, count), (following, _) in pairwise(pieces_of_rows):
-        assert following == first + count
-    for row, first, count, *_ in listed(contexts, 15, stride=23):
-        assert [first, count] == pieces_of_rows[row]
+    found = listed(contexts, 15, query_lens, stride=60, query_limit=3)
+    assert len(found) == 6
+    for number, (row, index, count) in enumerate(found):
+        rows = launch(rows_kernel, 2, 2, contexts, query_lens, 15, stride=row, query_limit=3)
+        assert rows[1] == [number * 60 - index, count]

@@ -10,6 +10,8 @@ from tests.kernels.paged_batches import POISON, PagedBatch, Shape, paged_batch
 from tests.kernels.triton_device import DEVICE
 
 triton_attention = pytest.importorskip("mini_infer.kernels.triton.attention")
+split = pytest.importorskip("mini_infer.kernels.triton.split_attention")
+tiled = pytest.importorskip("mini_infer.kernels.triton.tiled_attention")
 
 STEPS = {
     "one decode": ([1], [9]),
@@ -92,30 +94,29 @@ def test_half_precision(query_len: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_programs", "max_context", "num_splits", "tile_keys"),
+    ("num_rows", "num_kv_heads", "max_keys", "num_pieces"),
     [
-        pytest.param(4, 32768, 33, 128, id="one request: every processor works"),
-        pytest.param(4, 1024, 8, 128, id="never more splits than tiles"),
-        pytest.param(80, 32768, 3, 64, id="two narrow programs where one wide would leave gaps"),
-        pytest.param(128, 1024, 1, 128, id="a batch that fills the card is left whole"),
-        pytest.param(256, 1024, 1, 64, id="so is one of two programs each"),
-        pytest.param(4096, 32768, 1, 32, id="programs that queue up have short tiles"),
-        pytest.param(1, 10**6, 128, 128, id="no more splits than are reduced at once"),
+        pytest.param(1, 4, 32768, 66, id="one request: two programs a processor"),
+        pytest.param(1, 4, 256, 4, id="never more pieces than are worth their cost"),
+        pytest.param(1, 4, 90, 1, id="a short context is one piece"),
+        pytest.param(32, 4, 32768, 97, id="rows share the pieces"),
+        pytest.param(2, 300, 32768, 2, id="more heads than processors"),
     ],
 )
-def test_splits_come_from_counts_and_the_longest_context(
-    num_programs: int, max_context: int, num_splits: int, tile_keys: int
+def test_launches_are_sized_from_counts_and_the_longest_context(
+    num_rows: int, num_kv_heads: int, max_keys: int, num_pieces: int
 ) -> None:
-    plan = triton_attention.plan_splits(num_programs, 7, max_context, 256, 132, 227 * 1024)
-    assert (plan.num_splits, plan.tiles.keys) == (num_splits, tile_keys)
+    plan = split.plan_splits(num_rows, num_kv_heads, 7, max_keys, 256, 132, 227 * 1024)
+    assert plan.num_pieces == num_pieces
+    assert plan.is_whole == (num_pieces == num_rows)
 
 
 @pytest.mark.parametrize("head_bytes", [128, 160, 256, 512, 1024])
 @pytest.mark.parametrize("kib", [227, 163, 99])
 def test_tiles_fit_the_memory_of_smaller_cards(head_bytes: int, kib: int) -> None:
     """Of heads of a kibibyte (float32, 256 dimensions) the smallest tiles are all that is tried."""
-    plan = triton_attention.plan_splits(4, 8, 4096, head_bytes, 132, kib * 1024)
-    for tiles in (plan.tiles, triton_attention.long_tiles(head_bytes, 8, kib * 1024)):
+    plan = split.plan_splits(4, 2, 8, 4096, head_bytes, 132, kib * 1024)
+    for tiles in (plan.tiles, tiled.long_tiles(head_bytes, 8, kib * 1024)):
         padded = 1 << (head_bytes - 1).bit_length()
         used = (tiles.rows + 2 * tiles.keys * tiles.num_stages) * padded
         assert used <= kib * 1024 or (tiles.keys, tiles.num_stages) == (16, 2)

@@ -8,7 +8,6 @@ steps wrote, up to the first old keys and values, is on its way before they wait
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,9 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.metadata import AttentionMetadata, Rope
-from mini_infer.kernels.triton.launch import num_sms, power_of_two, starts_early
+from mini_infer.kernels.triton.launch import (
+    num_sms,
+    power_of_two,
+    shared_memory,
+    starts_early,
+)
 from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
-from mini_infer.kernels.triton.pieces import find_piece, piece_bounds, pieces_before, row_pieces
+from mini_infer.kernels.triton.pieces import ALIGNMENT, find_piece, piece_bounds, seen_keys
 from mini_infer.kernels.triton.rotary import (
     inverse_rms,
     load_angles,
@@ -26,38 +30,12 @@ from mini_infer.kernels.triton.rotary import (
     scale_head,
     swapped_dims,
 )
-
-LEAST_KEYS = 64
-"""Keys of a piece, at least: fewer cost more to weigh than to read."""
-PROGRAMS_PER_SM = 2
-REDUCED_DIMS = 32
-REDUCED_PIECES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """How a step's contexts are cut: what a launch fixes, whatever the contexts turn out to be."""
-
-    aim: int
-    """Pieces per key-value head that all rows together should have."""
-    num_pieces: int
-    """Most pieces per key-value head that there can be."""
-    tile_keys: int
-    num_stages: int
-
-
-def plan_decode(
-    num_rows: int, num_kv_heads: int, max_keys: int, head_bytes: int, sms: int
-) -> DecodePlan:
-    """From counts and the most keys that a row may see; ``head_bytes`` is the size of one key.
-
-    A row has as many pieces as its share of all keys of the step, rounded, but one at least. So
-    there are at most ``aim + num_rows - 1``.
-    """
-    aim = max(1, PROGRAMS_PER_SM * sms // num_kv_heads)
-    row_limit = max(1, (max_keys + LEAST_KEYS // 2) // LEAST_KEYS)
-    tile_keys = max(16, min(64, 64 * 256 // power_of_two(head_bytes)))
-    return DecodePlan(aim, min(aim + num_rows - 1, num_rows * row_limit), tile_keys, 3)
+from mini_infer.kernels.triton.split_attention import (
+    LEAST_KEYS,
+    join_pieces,
+    new_pieces,
+    plan_splits,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "aim", "table_stride"])
@@ -106,17 +84,19 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     group: tl.constexpr = num_heads // num_kv_heads
     kv_head, piece = tl.program_id(0), tl.program_id(1)
-    row, first_piece, share = find_piece(seqlens_k, num_rows, piece, aim, window, least_keys)
-    if row >= num_rows:
+    row, index, count = find_piece(
+        seqlens_k, seqlens_k, num_rows, 1, piece, aim, window, least_keys, True
+    )
+    if count == 0:
         if early:
             tl.extra.cuda.gdc_wait()
         return
     context = tl.load(seqlens_k + row).to(tl.int32)
     position = tl.load(positions + row)
     slot = tl.load(slot_mapping + row).to(tl.int64)
-    count = row_pieces(context, share, window)
     # The new key is not in the cache yet: context - 1 keys are.
-    start, end, lowest = piece_bounds(context, piece - first_piece, count, window)
+    lowest = context - seen_keys(context, 1, window)
+    start, end = piece_bounds(lowest // ALIGNMENT * ALIGNMENT, context - 1, index, count)
 
     table = block_table + row.to(tl.int64) * table_stride
     k_head = k_cache + kv_head * head_stride
@@ -172,7 +152,7 @@ def decode_kernel(
         )
         blocks = next_blocks
 
-    if piece - first_piece == count - 1:
+    if index == count - 1:
         key = token + (num_heads + kv_head) * head_dim
         value = key + num_kv_heads * head_dim
         new_k = tl.load(key + dims[None, :], mask=is_dim[None, :], other=0.0)
@@ -204,59 +184,6 @@ def decode_kernel(
         tl.store(partial + dims[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "aim"])
-def join_kernel(
-    partial_ptr,
-    log_sum_ptr,
-    out_ptr,
-    seqlens_k,
-    num_rows,
-    aim,
-    num_heads: tl.constexpr,
-    window: tl.constexpr,
-    head_dim: tl.constexpr,
-    tile_dims: tl.constexpr,
-    tile_pieces: tl.constexpr,
-    least_keys: tl.constexpr,
-    early: tl.constexpr,
-):
-    """Weighs the pieces of a row, if it has several, by their softmax sums.
-
-    Grid: (R, programs): those of a row share its heads' ``tile_dims`` dimensions among themselves.
-    It is all latency, so a head's pieces are loaded at once.
-    """
-    if early:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    first_piece, count = pieces_before(seqlens_k, num_rows, row, aim, window, least_keys)
-    parts_of_head: tl.constexpr = (head_dim + tile_dims - 1) // tile_dims
-    if early:
-        tl.extra.cuda.gdc_wait()
-    if count == 1:
-        return  # written where it was attended
-    for part in range(tl.program_id(1), num_heads * parts_of_head, tl.num_programs(1)):
-        head = part // parts_of_head
-        dims = part % parts_of_head * tile_dims + tl.arange(0, tile_dims)
-        highest = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([tile_dims], tl.float32)
-        for first in range(0, count, tile_pieces):
-            pieces = first + tl.arange(0, tile_pieces)
-            exists = pieces < count
-            source = (first_piece + pieces) * num_heads + head
-            place = source[:, None] * head_dim + dims[None, :]
-            inside = exists[:, None] & (dims[None, :] < head_dim)
-            log_sum = tl.load(log_sum_ptr + source, mask=exists, other=float("-inf"))
-            partial = tl.load(partial_ptr + place, mask=inside, other=0.0)
-            new_highest = tl.maximum(highest, tl.max(log_sum, 0))
-            shrink, weight = tl.exp2(highest - new_highest), tl.exp2(log_sum - new_highest)
-            acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
-            total = total * shrink + tl.sum(weight, 0)
-            highest = new_highest
-        target = out_ptr + (row.to(tl.int64) * num_heads + head) * head_dim + dims
-        tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < head_dim)
-
-
 def decode_attention(
     qkv: Tensor,
     rope: Rope,
@@ -278,14 +205,19 @@ def decode_attention(
     num_kv_heads, device = k_cache.shape[2], qkv.device
     num_heads = total_heads - 2 * num_kv_heads
     window = sliding_window or 0
-    max_keys = min(meta.max_seqlen_k, window) if window else meta.max_seqlen_k
-    sms, early = num_sms(device), starts_early(device)
-    plan = plan_decode(num_rows, num_kv_heads, max_keys, head_dim * k_cache.element_size(), sms)
+    group, early = num_heads // num_kv_heads, starts_early(device)
+    plan = plan_splits(
+        num_rows,
+        num_kv_heads,
+        group,
+        min(meta.max_seqlen_k, window) if window else meta.max_seqlen_k,
+        head_dim * k_cache.element_size(),
+        num_sms(device),
+        shared_memory(device),
+    )
     q_norm, k_norm, eps = qk_norm or (qkv, qkv, 0.0)
     out = torch.empty(num_rows, num_heads * head_dim, dtype=qkv.dtype, device=device)
-    partial_shape = plan.num_pieces, num_heads, head_dim
-    partial = torch.empty(partial_shape, dtype=torch.float32, device=device)
-    log_sum = torch.empty(partial_shape[:2], dtype=torch.float32, device=device)
+    partial, log_sum = new_pieces(plan, num_heads, head_dim, device)
     decode_kernel[num_kv_heads, plan.num_pieces](
         qkv,
         rope.table,
@@ -314,31 +246,13 @@ def decode_attention(
         block_size=k_cache.shape[1],
         head_dim=head_dim,
         padded_dim=power_of_two(max(head_dim, 16)),
-        tile_rows=max(16, power_of_two(num_heads // num_kv_heads)),
-        tile_keys=plan.tile_keys,
+        tile_rows=plan.tiles.rows,
+        tile_keys=plan.tiles.keys,
         least_keys=LEAST_KEYS,
         early=early,
-        num_warps=4,
-        num_stages=plan.num_stages,
+        num_warps=plan.tiles.num_warps,
+        num_stages=plan.tiles.num_stages,
         launch_pdl=early,
     )
-    if plan.num_pieces > num_rows:
-        parts = num_heads * triton.cdiv(head_dim, REDUCED_DIMS)
-        join_kernel[num_rows, min(parts, triton.cdiv(4 * sms, num_rows))](
-            partial,
-            log_sum,
-            out,
-            meta.seqlens_k,
-            num_rows,
-            plan.aim,
-            num_heads=num_heads,
-            window=window,
-            head_dim=head_dim,
-            tile_dims=REDUCED_DIMS,
-            tile_pieces=REDUCED_PIECES,
-            least_keys=LEAST_KEYS,
-            early=early,
-            num_warps=4,
-            launch_pdl=early,
-        )
+    join_pieces(partial, log_sum, out, meta, plan, window, 1, single=True)
     return out

@@ -1,4 +1,4 @@
-"""How a decode step's contexts are cut into pieces of equal work, found by each program itself.
+"""How the contexts of short queries are cut into pieces of equal work, by the programs themselves.
 
 The host knows neither the contexts of a step that a CUDA graph replays, nor may it wait for them.
 So a launch fixes only how many pieces there should be (``aim``) per key-value head, and every
@@ -6,6 +6,9 @@ program adds up the contexts: a row gets as many pieces as its share of all keys
 least one. Pieces are numbered row by row, so a long row beside many short ones is spread over as
 many processors as its keys deserve (the balance of LeanAttention, arXiv 2405.10480, without pieces
 that span rows).
+
+Throughout, a row has 1 to ``query_limit`` queries, at the end of its context; rows with more are
+another kernel's, and have no piece. Where ``query_limit`` is the constant 1, every row has one.
 """
 
 import triton
@@ -17,69 +20,120 @@ ALIGNMENT = tl.constexpr(16)
 
 
 @triton.jit
-def seen_keys(context, window: tl.constexpr):
-    """Keys that a row's query sees, its own among them."""
-    return tl.minimum(context, window) if window > 0 else context
+def query_lengths(cu_seqlens_q, rows, exists, single: tl.constexpr):
+    """Queries of ``rows``: nought where none ``exists``."""
+    if single:
+        return exists.to(tl.int32)
+    begin = tl.load(cu_seqlens_q + rows, mask=exists, other=0)
+    return (tl.load(cu_seqlens_q + rows + 1, mask=exists, other=0) - begin).to(tl.int32)
 
 
 @triton.jit
-def row_pieces(context, share, window: tl.constexpr):
-    """Number of pieces of a row, given the keys of a piece of average size."""
-    return tl.maximum((seen_keys(context, window) + share // 2) // share, 1)
+def seen_keys(context, query_len, window: tl.constexpr):
+    """Keys that any of a row's queries sees, its own among them."""
+    return tl.minimum(context, window + query_len - 1) if window > 0 else context
 
 
 @triton.jit
-def piece_bounds(context, index, count, window: tl.constexpr):
-    """First and end of the cached keys of a row's piece, and the row's lowest visible key.
+def count_pieces(context, query_len, query_limit, share, window: tl.constexpr):
+    """Number of pieces of a row, given the keys of an average piece."""
+    pieces = (seen_keys(context, query_len, window) + share // 2) // share
+    return tl.where((query_len > 0) & (query_len <= query_limit), tl.maximum(pieces, 1), 0)
 
-    The new key, at ``context - 1``, is no cached one. Pieces differ by ``ALIGNMENT`` keys at most,
-    but that the first may begin below ``lowest``.
+
+@triton.jit
+def piece_bounds(base, cached, index, count):
+    """First key and end of a row's piece, of those from ``base`` up to ``cached``.
+
+    The pieces of a row differ by ``ALIGNMENT`` keys at most; ``base`` is a multiple of that.
     """
-    lowest = context - seen_keys(context, window)
-    base = lowest // ALIGNMENT * ALIGNMENT
-    units = tl.cdiv(context - 1 - base, ALIGNMENT)
+    units = tl.cdiv(cached - base, ALIGNMENT)
     start = base + units * index // count * ALIGNMENT
     end = base + units * (index + 1) // count * ALIGNMENT
-    return start, tl.minimum(end, context - 1), lowest
+    return start, tl.minimum(end, cached)
 
 
 @triton.jit
-def keys_per_piece(seqlens_k, num_rows, aim, window: tl.constexpr, least_keys: tl.constexpr):
+def average_keys(
+    seqlens_k,
+    cu_seqlens_q,
+    num_rows,
+    query_limit,
+    aim,
+    window: tl.constexpr,
+    least_keys: tl.constexpr,
+    single: tl.constexpr,
+):
     """Keys of an average piece, over all rows."""
     total = 0
     for first in range(0, num_rows, SCANNED_ROWS):
         rows = first + tl.arange(0, SCANNED_ROWS)
-        context = tl.load(seqlens_k + rows, mask=rows < num_rows, other=0).to(tl.int32)
-        total += tl.sum(seen_keys(context, window), 0)
+        exists = rows < num_rows
+        context = tl.load(seqlens_k + rows, mask=exists, other=0).to(tl.int32)
+        query_len = query_lengths(cu_seqlens_q, rows, exists, single)
+        counts = exists & (query_len <= query_limit)
+        total += tl.sum(tl.where(counts, seen_keys(context, query_len, window), 0), 0)
     return tl.maximum(tl.cdiv(total, aim), least_keys)
 
 
 @triton.jit
-def find_piece(seqlens_k, num_rows, piece, aim, window: tl.constexpr, least_keys: tl.constexpr):
-    """Row of a piece, that row's first piece, and ``share``, the keys of an average piece.
+def find_piece(
+    seqlens_k,
+    cu_seqlens_q,
+    num_rows,
+    query_limit,
+    piece,
+    aim,
+    window: tl.constexpr,
+    least_keys: tl.constexpr,
+    single: tl.constexpr,
+):
+    """Row of a piece, the piece's index in it, and the number of the row's pieces.
 
-    The row is ``num_rows`` or more where there are fewer pieces.
+    That number is 0 where there are fewer pieces in all.
     """
-    share = keys_per_piece(seqlens_k, num_rows, aim, window, least_keys)
-    row, first_piece, before = 0, 0, 0
+    share = average_keys(
+        seqlens_k, cu_seqlens_q, num_rows, query_limit, aim, window, least_keys, single
+    )
+    row, index, count, before = 0, 0, 0, 0
     for first in range(0, num_rows, SCANNED_ROWS):
         rows = first + tl.arange(0, SCANNED_ROWS)
-        context = tl.load(seqlens_k + rows, mask=rows < num_rows, other=0).to(tl.int32)
-        count = tl.where(rows < num_rows, row_pieces(context, share, window), 0)
-        passed = (before + tl.cumsum(count, 0) <= piece) & (rows < num_rows)
-        row += tl.sum(passed.to(tl.int32), 0)
-        first_piece += tl.sum(tl.where(passed, count, 0), 0)
-        before += tl.sum(count, 0)
-    return row, first_piece, share
+        exists = rows < num_rows
+        context = tl.load(seqlens_k + rows, mask=exists, other=0).to(tl.int32)
+        query_len = query_lengths(cu_seqlens_q, rows, exists, single)
+        pieces = count_pieces(context, query_len, query_limit, share, window)
+        end = before + tl.cumsum(pieces, 0)
+        found = (end > piece) & (end - pieces <= piece)
+        row += tl.sum(tl.where(found, rows, 0), 0)
+        index += tl.sum(tl.where(found, piece - end + pieces, 0), 0)
+        count += tl.sum(tl.where(found, pieces, 0), 0)
+        before += tl.sum(pieces, 0)
+    return row, index, count
 
 
 @triton.jit
-def pieces_before(seqlens_k, num_rows, row, aim, window: tl.constexpr, least_keys: tl.constexpr):
+def find_row(
+    seqlens_k,
+    cu_seqlens_q,
+    num_rows,
+    query_limit,
+    row,
+    aim,
+    window: tl.constexpr,
+    least_keys: tl.constexpr,
+    single: tl.constexpr,
+):
     """A row's first piece, and the number of its pieces."""
-    share = keys_per_piece(seqlens_k, num_rows, aim, window, least_keys)
-    first_piece = 0
-    for first in range(0, row, SCANNED_ROWS):
+    share = average_keys(
+        seqlens_k, cu_seqlens_q, num_rows, query_limit, aim, window, least_keys, single
+    )
+    first_piece, count = 0, 0
+    for first in range(0, row + 1, SCANNED_ROWS):
         rows = first + tl.arange(0, SCANNED_ROWS)
-        context = tl.load(seqlens_k + rows, mask=rows < row, other=0).to(tl.int32)
-        first_piece += tl.sum(tl.where(rows < row, row_pieces(context, share, window), 0), 0)
-    return first_piece, row_pieces(tl.load(seqlens_k + row).to(tl.int32), share, window)
+        exists = rows <= row
+        context = tl.load(seqlens_k + rows, mask=exists, other=0).to(tl.int32)
+        query_len = query_lengths(cu_seqlens_q, rows, exists, single)
+        pieces = count_pieces(context, query_len, query_limit, share, window)
+        first_piece += tl.sum(tl.where(rows < row, pieces, 0), 0)
+        count += tl.sum(tl.where(rows == row, pieces, 0), 0)
+    return first_piece, count

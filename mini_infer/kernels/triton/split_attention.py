@@ -1,18 +1,80 @@
-"""Flash Decoding: short queries over long contexts, the context split over the processors.
+"""Flash Decoding: short queries over long contexts, the contexts split over the processors.
 
 A decoding request has one query (or 1 + k, with drafts) per head, and all of its keys and values to
-read. One program per request and head would leave most of a GPU idle, so each context is cut into
-splits that are attended independently; a second kernel weighs their results by their softmax sums
+read. One program per request and head would leave most of a GPU idle, so contexts are cut into
+pieces that are attended independently; a second kernel weighs their results by their softmax sums
 (Flash-Decoding, Dao et al. 2023; the weighing is that of arXiv 2205.14135, appendix B).
 """
 
+import math
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.kernels.triton.launch import (
+    num_sms,
+    power_of_two,
+    shared_memory,
+    starts_early,
+)
 from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
+from mini_infer.kernels.triton.pieces import (
+    ALIGNMENT,
+    find_piece,
+    find_row,
+    piece_bounds,
+    seen_keys,
+)
+from mini_infer.kernels.triton.tiles import Tiles, fit
+
+LEAST_KEYS = 64
+"""Keys of a piece, at least: fewer cost more to weigh than to read."""
+PROGRAMS_PER_SM = 2
+JOINED_DIMS = 32
+JOINED_PIECES = 64
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits", "query_limit"])
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """How contexts are cut: what a launch fixes, whatever the contexts turn out to be."""
+
+    aim: int
+    """Pieces per key-value head that all rows together should have."""
+    num_pieces: int
+    """Most pieces per key-value head that there can be."""
+    is_whole: bool
+    """No row can have several pieces."""
+    tiles: Tiles
+
+
+def plan_splits(
+    num_rows: int,
+    num_kv_heads: int,
+    num_queries: int,
+    max_keys: int,
+    head_bytes: int,
+    sms: int,
+    memory: int,
+) -> SplitPlan:
+    """From counts and the most keys that a row may see.
+
+    ``num_queries`` is tokens of a row times heads of a group, ``head_bytes`` the size of one key,
+    ``memory`` what a program can share among its threads. A row has as many pieces as its share of
+    all keys of the step, rounded, but one at least: so there are at most ``aim + num_rows - 1``.
+    """
+    aim = max(1, PROGRAMS_PER_SM * sms // num_kv_heads)
+    row_limit = max(1, (max_keys + LEAST_KEYS // 2) // LEAST_KEYS)
+    keys = max(16, min(64, 64 * 256 // power_of_two(head_bytes)))
+    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps=4, num_stages=3)
+    num_pieces = min(aim + num_rows - 1, num_rows * row_limit)
+    return SplitPlan(aim, num_pieces, num_pieces == num_rows, fit(tiles, head_bytes, memory))
+
+
+@triton.jit(do_not_specialize=["num_rows", "query_limit", "aim", "table_stride"])
 def split_kernel(
     q_ptr,
     k_cache,
@@ -23,6 +85,9 @@ def split_kernel(
     cu_seqlens_q,
     seqlens_k,
     block_table,
+    num_rows,
+    query_limit,
+    aim,
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -30,8 +95,6 @@ def split_kernel(
     token_stride,
     head_stride,
     scale_log2,
-    num_splits,
-    query_limit,
     num_heads: tl.constexpr,
     group: tl.constexpr,
     window: tl.constexpr,
@@ -40,26 +103,28 @@ def split_kernel(
     padded_dim: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
-    is_whole: tl.constexpr,
+    least_keys: tl.constexpr,
     early: tl.constexpr,
 ):
-    """One split of one row's context, for the ``group`` query heads of one key-value head.
+    """One piece of one row's context, for the ``group`` query heads of one key-value head.
 
-    Grid: (key-value heads, splits, rows): programs that run
-    side by side read neighbouring memory. Writes ``out`` where one split ``is_whole``, else
-    ``partial [R, query_limit, H, splits, D]`` and ``log_sum [R, query_limit, H, splits]``, both
-    float32.
+    Grid: (key-value heads, pieces): programs that run side by side read neighbouring memory. Writes
+    ``out [T, H, D]`` where the row has one piece, else ``partial [pieces, query_limit, H, D]`` and
+    ``log_sum [pieces, query_limit, H]``, both float32.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, piece = tl.program_id(0), tl.program_id(1)
+    row, index, count = find_piece(
+        seqlens_k, cu_seqlens_q, num_rows, query_limit, piece, aim, window, least_keys, False
+    )
+    if early:  # rotary_and_write_kernel may still be writing queries, keys and values
+        tl.extra.cuda.gdc_wait()
+    if count == 0:
+        return
     begin = tl.load(cu_seqlens_q + row).to(tl.int32)
     query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
     context = tl.load(seqlens_k + row).to(tl.int32)
-    if early:  # rotary_and_write_kernel may still be writing queries, keys and values
-        tl.extra.cuda.gdc_wait()
-    if query_len > query_limit:
-        return  # a long chunk: tiled_attention's
 
     rows = tl.arange(0, tile_rows)
     dims = tl.arange(0, padded_dim)
@@ -71,14 +136,8 @@ def split_kernel(
     q = tl.load(q_ptr + query[:, None] + dims[None, :], mask=inside, other=0.0)
     position = context - query_len + token
 
-    lowest = 0
-    if window > 0:
-        lowest = tl.maximum(context - query_len - window + 1, 0)
-    tiles = tl.cdiv(context - lowest, tile_keys)
-    span = tl.cdiv(tiles, num_splits) * tile_keys
-    start = lowest + split * span
-    end = tl.minimum(start + span, context)
-
+    lowest = context - seen_keys(context, query_len, window)
+    start, end = piece_bounds(lowest // ALIGNMENT * ALIGNMENT, context, index, count)
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
     table = block_table + row.to(tl.int64) * table_stride
@@ -100,59 +159,189 @@ def split_kernel(
             acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
         blocks = next_blocks
-    seen = row_sum > 0.0  # an empty split, or keys that are newer than the query
+    seen = row_sum > 0.0  # not where all keys of the piece are newer than the query
     result = acc / tl.where(seen, row_sum, 1.0)[:, None]
-    if is_whole:
+    if count == 1:
         target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim
         out = result.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + target[:, None] + dims[None, :], out, mask=inside)
     else:
-        target = ((row * query_limit + token) * num_heads + head) * num_splits + split
+        place = (piece * query_limit + token) * num_heads + head
         log_sum = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("-inf"))
-        tl.store(log_sum_ptr + target, log_sum, mask=is_query)
-        place = target.to(tl.int64) * head_dim
-        tl.store(partial_ptr + place[:, None] + dims[None, :], result, mask=inside)
+        tl.store(log_sum_ptr + place, log_sum, mask=is_query)
+        partial = partial_ptr + place.to(tl.int64)[:, None] * head_dim
+        tl.store(partial + dims[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_splits", "query_limit"])
-def reduce_kernel(
+@triton.jit(do_not_specialize=["num_rows", "query_limit", "aim"])
+def join_kernel(
     partial_ptr,
     log_sum_ptr,
     out_ptr,
     cu_seqlens_q,
-    num_splits,
+    seqlens_k,
+    num_rows,
     query_limit,
+    aim,
     num_heads: tl.constexpr,
+    window: tl.constexpr,
     head_dim: tl.constexpr,
     tile_dims: tl.constexpr,
-    tile_splits: tl.constexpr,
+    tile_pieces: tl.constexpr,
+    least_keys: tl.constexpr,
+    single: tl.constexpr,
     early: tl.constexpr,
 ):
-    """Weighs all splits of some dimensions of one query head, in one tile: this is all latency.
+    """Weighs the pieces of a row, if it has several, by their softmax sums.
 
-    Grid: (rows * query_limit, heads, cdiv(head_dim, tile_dims)); ``tile_splits >= num_splits``.
+    Grid: (R, programs): those of a row share ``tile_dims`` dimensions of its query heads among
+    themselves. It is all latency, so a head's pieces are loaded at once. Where ``single``, every
+    row has one query.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-    item, head = tl.program_id(0), tl.program_id(1)
-    row, token = item // query_limit, item % query_limit
-    begin = tl.load(cu_seqlens_q + row).to(tl.int32)
-    query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
-    dims = tl.program_id(2) * tile_dims + tl.arange(0, tile_dims)
-    splits = tl.arange(0, tile_splits)
-    # Rows that split_kernel skipped were never written: they are not read either.
-    exists = (splits < num_splits) & (query_len <= query_limit) & (token < query_len)
-    source = (item * num_heads + head).to(tl.int64) * num_splits + splits
-    place = source[:, None] * head_dim + dims[None, :]
+    row = tl.program_id(0)
+    first_piece, count = find_row(
+        seqlens_k, cu_seqlens_q, num_rows, query_limit, row, aim, window, least_keys, single
+    )
     if early:
         tl.extra.cuda.gdc_wait()
-    log_sum = tl.load(log_sum_ptr + source, mask=exists, other=float("-inf"))
-    inside = exists[:, None] & (dims[None, :] < head_dim)
-    parts = tl.load(partial_ptr + place, mask=inside, other=0.0)
-    highest = tl.max(log_sum, 0)
-    weight = tl.exp2(log_sum - tl.where(highest == float("-inf"), 0.0, highest))
-    total = tl.sum(weight, 0)
-    out = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim + dims
-    is_query = (query_len <= query_limit) & (token < query_len)
-    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=is_query & (dims < head_dim))
+    if count <= 1:
+        return  # written where it was attended, or none of ours
+    begin, query_len = row, 1
+    if not single:
+        begin = tl.load(cu_seqlens_q + row).to(tl.int32)
+        query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
+    parts_of_head: tl.constexpr = (head_dim + tile_dims - 1) // tile_dims
+    for part in range(tl.program_id(1), query_len * num_heads * parts_of_head, tl.num_programs(1)):
+        head = part // parts_of_head  # of all heads of all queries of the row
+        dims = part % parts_of_head * tile_dims + tl.arange(0, tile_dims)
+        highest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([tile_dims], tl.float32)
+        for first in range(0, count, tile_pieces):
+            pieces = first + tl.arange(0, tile_pieces)
+            exists = pieces < count
+            source = (first_piece + pieces) * query_limit * num_heads + head
+            place = source.to(tl.int64)[:, None] * head_dim + dims[None, :]
+            inside = exists[:, None] & (dims[None, :] < head_dim)
+            log_sum = tl.load(log_sum_ptr + source, mask=exists, other=float("-inf"))
+            partial = tl.load(partial_ptr + place, mask=inside, other=0.0)
+            new_highest = tl.maximum(highest, tl.max(log_sum, 0))
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            shrink, weight = tl.exp2(highest - base), tl.exp2(log_sum - base)
+            acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            highest = new_highest
+        target = out_ptr + (begin.to(tl.int64) * num_heads + head) * head_dim + dims
+        tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < head_dim)
+
+
+def attend_short(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int,
+    query_limit: int,
+) -> None:
+    """Writes ``out [T, H, D]`` of the rows of up to ``query_limit`` queries."""
+    num_heads, head_dim = q.shape[1:]
+    num_rows, num_kv_heads = len(meta.query_lens), k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    longest = meta.max_seqlen_k
+    plan = plan_splits(
+        sum(length <= query_limit for length in meta.query_lens),
+        num_kv_heads,
+        query_limit * group,
+        min(longest, window + query_limit - 1) if window else longest,
+        head_dim * q.element_size(),
+        num_sms(q.device),
+        shared_memory(q.device),
+    )
+    partial, log_sum = new_pieces(plan, query_limit * num_heads, head_dim, q.device)
+    early = starts_early(q.device)
+    split_kernel[num_kv_heads, plan.num_pieces](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        partial,
+        log_sum,
+        meta.cu_seqlens_q,
+        meta.seqlens_k,
+        meta.block_table,
+        num_rows,
+        query_limit,
+        plan.aim,
+        meta.block_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        scale * math.log2(math.e),
+        num_heads=num_heads,
+        group=group,
+        window=window,
+        block_size=k_cache.shape[1],
+        head_dim=head_dim,
+        padded_dim=power_of_two(max(head_dim, 16)),
+        tile_rows=plan.tiles.rows,
+        tile_keys=plan.tiles.keys,
+        least_keys=LEAST_KEYS,
+        early=early,
+        num_warps=plan.tiles.num_warps,
+        num_stages=plan.tiles.num_stages,
+        launch_pdl=early,
+    )
+    join_pieces(partial, log_sum, out, meta, plan, window, query_limit, single=False)
+
+
+def new_pieces(
+    plan: SplitPlan, heads_of_row: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where pieces leave ``partial [pieces, heads, D]`` and ``log_sum [pieces, heads]``."""
+    shape = plan.num_pieces, heads_of_row, head_dim
+    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    return partial, torch.empty(shape[:2], dtype=torch.float32, device=device)
+
+
+def join_pieces(
+    partial: Tensor,
+    log_sum: Tensor,
+    out: Tensor,
+    meta: AttentionMetadata,
+    plan: SplitPlan,
+    window: int,
+    query_limit: int,
+    *,
+    single: bool,
+) -> None:
+    """Writes ``out`` of the rows that have several pieces, if there can be any."""
+    if plan.is_whole:
+        return
+    num_rows, head_dim = len(meta.query_lens), partial.shape[2]
+    num_heads = partial.shape[1] // query_limit
+    parts = partial.shape[1] * triton.cdiv(head_dim, JOINED_DIMS)
+    early = starts_early(out.device)
+    join_kernel[num_rows, min(parts, triton.cdiv(4 * num_sms(out.device), num_rows))](
+        partial,
+        log_sum,
+        out,
+        meta.cu_seqlens_q,
+        meta.seqlens_k,
+        num_rows,
+        query_limit,
+        plan.aim,
+        num_heads=num_heads,
+        window=window,
+        head_dim=head_dim,
+        tile_dims=JOINED_DIMS,
+        tile_pieces=JOINED_PIECES,
+        least_keys=LEAST_KEYS,
+        single=single,
+        early=early,
+        num_warps=4,
+        launch_pdl=early,
+    )

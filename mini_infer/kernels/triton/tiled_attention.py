@@ -4,10 +4,16 @@ FlashAttention (arXiv 2205.14135, 2307.08691) over a block table. The query head
 key-value head are folded into the rows of a tile, so keys are loaded once for all of them.
 """
 
+import math
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.kernels.triton.launch import power_of_two, shared_memory
 from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
+from mini_infer.kernels.triton.tiles import Tiles, fit
 
 
 @triton.jit(do_not_specialize=["table_stride", "query_limit", "num_rows"])
@@ -110,3 +116,56 @@ def tiled_kernel(
     target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim
     out = (acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + target[:, None] + dims[None, :], out, mask=inside)
+
+
+def long_tiles(head_bytes: int, group: int, shared_memory: int) -> Tiles:
+    """Tiles of ``tiled_kernel``: the fastest of those tried on an H200, or what fits."""
+    rows = max(128 if head_bytes <= 512 else 64, power_of_two(group))
+    if head_bytes <= 256:
+        tiles = Tiles(rows, 64, num_warps=8, num_stages=3)
+    else:
+        tiles = Tiles(rows, 32, num_warps=8 if rows >= 128 else 4, num_stages=4)
+    return fit(tiles, head_bytes, shared_memory)
+
+
+def attend_long(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int,
+    query_limit: int,
+) -> None:
+    """Writes ``out [T, H, D]`` of the rows of more than ``query_limit`` queries."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, num_rows = k_cache.shape[2], len(meta.query_lens)
+    group = num_heads // num_kv_heads
+    tiles = long_tiles(head_dim * q.element_size(), group, shared_memory(q.device))
+    tiled_kernel[num_kv_heads, num_tokens // (tiles.rows // group) + num_rows](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        meta.cu_seqlens_q,
+        meta.seqlens_k,
+        meta.block_table,
+        meta.block_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        scale * math.log2(math.e),
+        query_limit,
+        num_rows,
+        num_heads=num_heads,
+        group=group,
+        window=window,
+        block_size=k_cache.shape[1],
+        head_dim=head_dim,
+        padded_dim=power_of_two(max(head_dim, 16)),
+        tile_rows=tiles.rows,
+        tile_keys=tiles.keys,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
