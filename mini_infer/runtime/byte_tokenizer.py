@@ -8,6 +8,7 @@ from mini_infer.runtime.tokenizer import decode_bytes
 from mini_infer.runtime.unicode_text import utf8_bytes
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+TOKEN_BYTES = (*(bytes((byte,)) for byte in range(256)), *map(str.encode, SPECIAL_TOKENS))
 
 
 class ByteTokenizer:
@@ -41,11 +42,7 @@ class ByteTokenizer:
         return decode_bytes(self, token_ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        if 0 <= token_id < 256:
-            return bytes((token_id,))
-        if self.is_special(token_id):
-            return SPECIAL_TOKENS[token_id - 256].encode()
-        return b""
+        return TOKEN_BYTES[token_id] if 0 <= token_id < len(TOKEN_BYTES) else b""
 
     def is_special(self, token_id: int) -> bool:
         return 256 <= token_id < self.vocab_size

@@ -18,8 +18,10 @@ class TokenTexts(dict[int, bytes]):
         self._skip_special_tokens = skip_special_tokens
 
     def __missing__(self, token_id: int) -> bytes:
-        skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
-        data = self[token_id] = b"" if skipped else self._tokenizer.token_bytes(token_id)
+        data = self._tokenizer.token_bytes(token_id)
+        if data and self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            data = b""
+        self[token_id] = data
         return data
 
 

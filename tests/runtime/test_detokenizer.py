@@ -51,7 +51,7 @@ def test_regression_04_a_genuine_replacement_character_does_not_stall() -> None:
     assert pieces(list("\ufffda\ufffd".encode())) == ["", "", "\ufffd", "a", "", "", "\ufffd", ""]
 
 
-def test_regression_04_each_token_is_looked_up_once() -> None:
+def test_regression_04_each_token_is_decoded_once() -> None:
     """The cost of a token does not grow with the text, however long nothing but U+FFFD comes."""
 
     class Counting(ByteTokenizer):
