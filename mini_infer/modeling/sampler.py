@@ -88,25 +88,26 @@ def draw(
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobTensors:
     """Log-probabilities of ``token_ids [R]`` under raw ``logits [R, V]``, with the ``num_top``
     likeliest beside them. For a prompt's, ``token_ids`` are the tokens that its rows predict."""
-    at_once = _rows_at_once(logits)
-    parts = [
-        _some_token_logprobs(
-            logits[some : some + at_once], token_ids[some : some + at_once], num_top
-        )
-        for some in range(0, max(1, len(logits)), at_once)
-    ]
-    return parts[0] if len(parts) == 1 else _concatenated_logprobs(parts)
-
-
-def _some_token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobTensors:
-    logprobs = logits.float().log_softmax(-1)
-    token_ids = token_ids.long()
-    chosen = logprobs.gather(1, token_ids[:, None])
+    token_ids, num_top = token_ids.long(), min(num_top, logits.shape[-1])
     top_ids = token_ids.new_empty(len(token_ids), 0)
+    if _runs_kernels(logits):
+        from mini_infer.kernels.triton import logprobs as kernels
+
+        logprobs, ranks, log_sums = kernels.token_logprobs(logits, token_ids)
+        if num_top:
+            at_once = _rows_at_once(logits)
+            parts = [
+                sampling.top_tokens(some.float(), num_top) for some in torch.split(logits, at_once)
+            ]
+            top_ids = torch.cat(parts)
+        top_logprobs = logits.gather(1, top_ids).float() - log_sums[:, None]
+        return TokenLogprobTensors(logprobs, ranks, top_ids, top_logprobs)
+    every = logits.float().log_softmax(-1)
+    chosen = every.gather(1, token_ids[:, None])
     if num_top:
-        top_ids = sampling.top_tokens(logprobs, min(num_top, logits.shape[-1]))
-    ranks = (logprobs > chosen).sum(-1) + 1
-    return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
+        top_ids = sampling.top_tokens(every, num_top)
+    ranks = (every > chosen).sum(-1) + 1
+    return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, every.gather(1, top_ids))
 
 
 def _rows_at_once(logits: Tensor) -> int:
@@ -115,22 +116,23 @@ def _rows_at_once(logits: Tensor) -> int:
     return max(1, limit // logits.shape[-1])
 
 
-def _draws_in_kernels(logits: Tensor) -> bool:
+def _runs_kernels(logits: Tensor) -> bool:
     return logits.is_cuda
 
 
 def _concatenated(parts: list[SampleResult]) -> SampleResult:
     token_ids = torch.cat([part.token_ids for part in parts])
     logprobs = [part.logprobs for part in parts if part.logprobs]
-    return SampleResult(token_ids, _concatenated_logprobs(logprobs) if logprobs else None)
-
-
-def _concatenated_logprobs(parts: list[TokenLogprobTensors]) -> TokenLogprobTensors:
-    return TokenLogprobTensors(
-        torch.cat([part.logprobs for part in parts]),
-        torch.cat([part.ranks for part in parts]),
-        torch.cat([part.top_token_ids for part in parts]),
-        torch.cat([part.top_logprobs for part in parts]),
+    if not logprobs:
+        return SampleResult(token_ids)
+    return SampleResult(
+        token_ids,
+        TokenLogprobTensors(
+            torch.cat([part.logprobs for part in logprobs]),
+            torch.cat([part.ranks for part in logprobs]),
+            torch.cat([part.top_token_ids for part in logprobs]),
+            torch.cat([part.top_logprobs for part in logprobs]),
+        ),
     )
 
 
@@ -163,7 +165,7 @@ class Sampler:
             largest logit. Log-probabilities are those of the raw logits.
         """
         slots, num_tokens = np.asarray(slots), np.asarray(num_tokens)
-        if _draws_in_kernels(logits) and not state.needs_edits(slots, num_tokens):
+        if _runs_kernels(logits) and not state.needs_edits(slots, num_tokens):
             rows = to_device(np.stack((slots, num_tokens)), logits.device)
             return SampleResult(draw(logits, rows[0], rows[1], state))
         num_top = int(state.num_logprobs[slots].max())
@@ -231,7 +233,7 @@ class Sampler:
         return sampling.ban_(logits, state.ban_ids[slots], active)
 
     def _draw(self, batch: "_Batch", logits: Tensor) -> Tensor:
-        if _draws_in_kernels(logits):
+        if _runs_kernels(logits):
             return draw(logits, batch.device_slots, batch.device_num_tokens, batch.state)
         # Greedy, plain random and truncated rows go three ways and meet again.
         ways = (

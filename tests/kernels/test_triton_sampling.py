@@ -10,16 +10,20 @@ from mini_infer.core.batch import Admission
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import sampling as reference
 from mini_infer.modeling import sampler as sampler_module
-from mini_infer.modeling.sampler import Sampler
+from mini_infer.modeling.sampler import Sampler, token_logprobs
 from mini_infer.modeling.sampling_state import SamplingState
 from tests.kernels.triton_device import DEVICE
 from tests.modeling.sampler_oracle import admit
 
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("mini_infer.kernels.triton.sampling")
+logprobs = pytest.importorskip("mini_infer.kernels.triton.logprobs")
 noise = pytest.importorskip("mini_infer.kernels.triton.noise")
 tl = triton.language
 negative_gumbel, row_keys = noise.negative_gumbel, noise.row_keys
+
+# The interpreter computes both branches of a choice, also the one with infinity minus infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 
 INF = float("inf")
 VOCAB = 71
@@ -69,7 +73,7 @@ def torch_draw(logits: Tensor, state: SamplingState, positions: list[int] | None
     num_rows = len(logits)
     table = torch.zeros(num_rows, 20, dtype=torch.int32, device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "_draws_in_kernels", lambda logits: False)
+        patch.setattr(sampler_module, "_runs_kernels", lambda logits: False)
         num_tokens = positions or [POSITION] * num_rows
         return Sampler()(logits, range(num_rows), num_tokens, table, state).token_ids
 
@@ -225,7 +229,22 @@ def test_noise_is_that_of_the_reference() -> None:
     torch.testing.assert_close(out, exact, atol=2e-6, rtol=2e-7)
 
 
-def test_the_sampler_edits_in_torch_and_draws_in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_top", [0, 3, 99])
+def test_log_probabilities(num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "TILE", 32)
+    logits = random_logits(4, 2, True)
+    token_ids = torch.tensor([0, 70, 5, 9], device=DEVICE)
+    expected = token_logprobs(logits, token_ids, num_top)
+    monkeypatch.setattr(sampler_module, "_runs_kernels", lambda logits: True)
+    monkeypatch.setattr(sampler_module, "DEVICE_LOGITS", 2 * VOCAB)
+    result = token_logprobs(logits, token_ids, num_top)
+    torch.testing.assert_close(result.logprobs, expected.logprobs)
+    torch.testing.assert_close(result.top_logprobs, expected.top_logprobs)
+    assert torch.equal(result.ranks, expected.ranks)
+    assert torch.equal(result.top_token_ids, expected.top_token_ids)
+
+
+def test_the_sampler_edits_in_torch_and_runs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [
         SamplingParams(repetition_penalty=2.0, top_k=5, logprobs=2),
         SamplingParams(logit_bias={3: 50}, top_p=0.5),
@@ -240,7 +259,7 @@ def test_the_sampler_edits_in_torch_and_draws_in_kernels(monkeypatch: pytest.Mon
     state = admitted(rows)
     logits = random_logits(len(rows), 9, False)
     expected = torch_draw(logits, state)
-    monkeypatch.setattr(sampler_module, "_draws_in_kernels", lambda logits: True)
+    monkeypatch.setattr(sampler_module, "_runs_kernels", lambda logits: True)
     table = torch.zeros(len(rows), 20, dtype=torch.int32, device=DEVICE)
     result = Sampler()(logits, range(len(rows)), [POSITION] * len(rows), table, state)
     assert result.token_ids.tolist() == expected.tolist()
