@@ -14,6 +14,8 @@ class PrefixMatch:
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
+    is_growing: bool = False
+    """The block after these is being computed for another request: soon it will match too."""
 
 
 NO_MATCH = PrefixMatch()
@@ -44,6 +46,8 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks, on_evict=self._emit_evicted)
         self._tables: dict[str, list[int]] = {}
         self._num_committed: dict[str, int] = {}
+        self._computing: dict[bytes, str] = {}
+        """Hashes of blocks of known tokens that a request took and has yet to commit."""
 
     @property
     def num_blocks(self) -> int:
@@ -78,14 +82,15 @@ class KVCacheManager:
         """
         if not self.looks_up(request):
             return NO_MATCH
-        hashes = self._hashes(request)
         block_ids: list[int] = []
-        for hash_ in hashes[: (len(request.token_ids) - 1) // self.block_size]:
+        is_growing = False
+        for hash_ in self._hashes(request)[: (len(request.token_ids) - 1) // self.block_size]:
             block_id = self._pool.lookup(hash_)
             if block_id is None:
+                is_growing = hash_ in self._computing
                 break
             block_ids.append(block_id)
-        return PrefixMatch(tuple(block_ids), len(block_ids) * self.block_size)
+        return PrefixMatch(tuple(block_ids), len(block_ids) * self.block_size, is_growing)
 
     def blocks_needed(
         self, request: Request, num_new_tokens: int, prefix: PrefixMatch = NO_MATCH
@@ -109,6 +114,9 @@ class KVCacheManager:
         if self.blocks_needed(request, num_new_tokens, prefix) > self._pool.num_available:
             return None
         table = self._tables.setdefault(request.request_id, [])
+        if not table and self.enable_prefix_caching:
+            for hash_ in self._hashes(request)[len(prefix.block_ids) :]:
+                self._computing.setdefault(hash_, request.request_id)
         if prefix.block_ids:
             assert not table, "a prefix can only head an empty block table"
             for block_id in prefix.block_ids:  # before taking others, or they could be evicted
@@ -139,13 +147,15 @@ class KVCacheManager:
         hashes = self._hashes(request)
         for index in range(first, last):
             self._pool.publish(table[index], hashes[index])
+            self._end_computing(request, hashes[index])
         self._num_committed[request.request_id] = last
 
     def release(self, request: Request) -> None:
         """Gives back all blocks, tail first, so that a shared head is evicted last."""
         request.kv_capacity = 0
         table = self._tables.pop(request.request_id, [])
-        self._num_committed.pop(request.request_id, None)
+        for hash_ in request.block_hashes[self._num_committed.pop(request.request_id, 0) :]:
+            self._end_computing(request, hash_)
         for block_id in reversed(table):
             self._pool.release(block_id)
         if table:
@@ -161,6 +171,11 @@ class KVCacheManager:
         held = [block for table in self._tables.values() for block in table]
         assert all(self._pool.is_referenced(block) for block in held)
         assert len(set(held)) == self._pool.num_referenced
+        assert set(self._computing.values()) <= self._tables.keys()
+
+    def _end_computing(self, request: Request, hash_: bytes) -> None:
+        if self._computing.get(hash_) == request.request_id:
+            del self._computing[hash_]
 
     def _hashes(self, request: Request) -> list[bytes]:
         extend_block_hashes(

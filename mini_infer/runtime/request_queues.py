@@ -37,6 +37,7 @@ class RequestQueues:
             RequestState.PREFILLING: _RankedList(),
             RequestState.DECODING: _RankedList(),
         }
+        self._aside: list[Request] = []
         self._counts = dict.fromkeys(RequestState, 0)
 
     def count(self, state: RequestState) -> int:
@@ -88,3 +89,18 @@ class RequestQueues:
                 heapq.heappop(heap)
             heads += heap[:1]
         return min(heads)[-1] if heads else None
+
+    def set_aside(self, request: Request) -> None:
+        """Makes ``next_outside``, which ``request`` is, show the one after it."""
+        heapq.heappop(self._heaps[request.state])
+        self._aside.append(request)
+
+    @property
+    def num_set_aside(self) -> int:
+        return len(self._aside)
+
+    def bring_back(self) -> None:
+        """Undoes every ``set_aside``."""
+        for request in self._aside:
+            heapq.heappush(self._heaps[request.state], (request.rank, request))
+        self._aside.clear()

@@ -148,9 +148,8 @@ class Scheduler:
             if request.state is finished:
                 continue
             update = apply_chunk_result(request, chunk, out, index, now, events)
-            start = chunk.num_computed_tokens
-            end = start + chunk.num_new_tokens
-            if start // block_size != end // block_size:  # a block is full
+            end = chunk.num_computed_tokens + chunk.num_new_tokens
+            if end // block_size != chunk.num_computed_tokens // block_size:  # one is full
                 self.cache.commit(request, end)
             if update is not None:
                 updates.append(update)
@@ -212,8 +211,8 @@ class Scheduler:
         except PolicyError as error:
             self._fail(request, error)
             return
-        if new_blocks is not None:
-            self._append_chunk(plan, request, num_new_tokens, new_blocks)
+        if new_blocks is not None and plan.append(request, num_new_tokens, new_blocks):
+            self._queues.move(request, RequestState.DECODING)
 
     def _chunk_size(self, plan: StepPlan, request: Request) -> int:
         """Tokens of ``request`` that this step may compute; 0 when it has to wait."""
@@ -261,8 +260,9 @@ class Scheduler:
         ]
         if not candidates:
             return False
-        lacking = self._blocks_lacking(request, self.cache.match_prefix(request))
-        if lacking <= 0 and self._free_slots:
+        prefix = self.cache.match_prefix(request)
+        lacking = self._blocks_lacking(request, prefix)
+        if prefix.is_growing or (lacking <= 0 and self._free_slots):
             return False
         reclaimable = sum(len(self.cache.block_table(c)) for c in candidates)
         # Where more is lacking, it could not enter even then.
@@ -297,19 +297,25 @@ class Scheduler:
         self._queues.move(request, RequestState.PREEMPTED)
 
     def _admit_from_outside(self, plan: StepPlan) -> None:
-        while plan.budget > 0 and self._free_slots:
+        """Admits by rank. Whose prompt begins as one that is being computed (choices of one prompt
+        do) waits for that, to share its blocks; others may pass, but not take its slot."""
+        while plan.budget > 0 and len(self._free_slots) > self._queues.num_set_aside:
             request = self._queues.next_outside()
             if request is None:
-                return
+                break
             prefix = self.cache.match_prefix(request)
+            if prefix.is_growing:
+                self._queues.set_aside(request)
+                continue
             if self._blocks_lacking(request, prefix) > 0:
-                return
+                break
             request.num_computed_tokens = prefix.num_tokens
             num_new_tokens = self._chunk_size(plan, request)
             if num_new_tokens == 0:
                 request.num_computed_tokens = 0
-                return
+                break
             self._admit(plan, request, prefix, num_new_tokens)
+        self._queues.bring_back()
 
     def _blocks_lacking(self, request: Request, prefix: PrefixMatch) -> int:
         """Blocks missing for the whole prompt beside those promised to other prompts."""
@@ -339,11 +345,6 @@ class Scheduler:
         else:
             self.events.emit(Resumed(now, request_id, prefix.num_tokens))
         plan.admit(request, prefix)
-        self._append_chunk(plan, request, num_new_tokens, new_blocks)
-
-    def _append_chunk(
-        self, plan: StepPlan, request: Request, num_new_tokens: int, new_blocks: list[int]
-    ) -> None:
         if plan.append(request, num_new_tokens, new_blocks):
             self._queues.move(request, RequestState.DECODING)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mini_infer.cache.manager import NO_MATCH, KVCacheManager
+from mini_infer.cache.manager import NO_MATCH, KVCacheManager, PrefixMatch
 from mini_infer.core.events import BlockEvicted, BlocksAllocated, BlocksReleased, Event, EventStream
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
@@ -168,6 +168,37 @@ def test_revived_blocks_are_not_counted_as_room_twice() -> None:
     assert manager.blocks_needed(second, 5, prefix) == 4
     assert manager.allocate(second, 5, prefix) is None
     assert manager.allocate(second, 4, prefix) is not None
+    manager.check_invariants()
+
+
+def test_a_prefix_grows_while_another_request_computes_it() -> None:
+    manager = manager_of()
+    tokens = list(range(14))
+    first, same = request_of("a", tokens), request_of("b", tokens)
+    assert not manager.match_prefix(same).is_growing
+    manager.allocate(first, 8)  # its first chunk
+    assert manager.match_prefix(same) == PrefixMatch((), 0, is_growing=True)
+    first.num_computed_tokens = 8
+    manager.commit(first, 8)
+    half = manager.match_prefix(same)
+    assert (half.num_tokens, half.is_growing) == (8, True)
+    assert not manager.match_prefix(request_of("c", [*tokens[:8], 99, 98, 97, 96, 95])).is_growing
+    manager.allocate(first, 6)
+    manager.commit(first, 14)
+    whole = manager.match_prefix(same)
+    assert (whole.num_tokens, whole.is_growing) == (12, False)
+    manager.check_invariants()
+
+
+def test_a_prefix_grows_no_more_when_its_request_gives_up() -> None:
+    manager = manager_of()
+    first, same = request_of("a", list(range(14))), request_of("b", list(range(14)))
+    manager.allocate(first, 8)
+    first.num_computed_tokens = 8
+    manager.commit(first, 4)
+    manager.release(first)
+    match = manager.match_prefix(same)
+    assert (match.num_tokens, match.is_growing) == (4, False)
     manager.check_invariants()
 
 

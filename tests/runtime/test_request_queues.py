@@ -62,3 +62,23 @@ def test_a_list_of_running_requests_is_the_callers_own() -> None:
     queues.move(request, RequestState.PREEMPTED)
     assert running == [request]
     assert queues.running(RequestState.DECODING) == []
+
+
+def test_who_is_set_aside_is_out_of_sight_until_brought_back() -> None:
+    queues = RequestQueues()
+    requests = [request_of(index, (index,)) for index in range(4)]
+    for request in requests:
+        queues.add(request)
+    queues.move(requests[0], RequestState.DECODING)
+    queues.move(requests[0], RequestState.PREEMPTED)
+    for request in requests[:3]:
+        assert queues.next_outside() is request
+        queues.set_aside(request)
+    assert queues.num_set_aside == 3
+    assert queues.next_outside() is requests[3]
+    queues.bring_back()
+    assert queues.num_set_aside == 0
+    for request in requests:
+        assert queues.next_outside() is request
+        queues.move(request, RequestState.DECODING)
+    assert queues.next_outside() is None

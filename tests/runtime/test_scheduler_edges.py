@@ -3,7 +3,7 @@
 import pytest
 
 from mini_infer.core.errors import InvalidRequestError
-from mini_infer.core.events import Admitted, Event, Finished, Preempted
+from mini_infer.core.events import Admitted, ChunkScheduled, Event, Finished, Preempted
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.policy import FirstComeFirstServed
@@ -102,3 +102,67 @@ def test_a_policy_whose_keys_are_equal_runs_in_order_of_arrival() -> None:
     )
     generate(engine, [prompt_of(3, i) for i in range(4)], greedy(2))
     assert order == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_choices_of_one_prompt_compute_it_once(depth: int) -> None:
+    engine = fake_engine(depth=depth, block_size=4, max_num_batched_tokens=16)
+    events: list[Event] = []
+    engine.events.subscribe(events.append)
+    prompt = prompt_of(30)
+    engine.add_request("a", prompt, greedy(6, n=4, ignore_eos=True))
+    outputs = run(engine)["a"].outputs
+    expected = oracle(prompt, greedy(6, ignore_eos=True))
+    assert [choice.token_ids for choice in outputs] == [expected] * 4
+    cached = [event.num_cached_tokens for event in events if isinstance(event, Admitted)]
+    assert cached == [0, 28, 28, 28]
+    prefills = [e for e in events if isinstance(e, ChunkScheduled) and e.num_computed_tokens < 30]
+    assert sum(event.num_new_tokens for event in prefills) == 30 + 3 * 2
+
+
+def test_who_waits_for_a_prefix_lets_others_pass_but_keeps_its_slot() -> None:
+    engine = fake_engine(block_size=4, max_num_seqs=3)
+    admitted: list[str] = []
+    engine.events.subscribe(lambda event: admitted.append(event.request_id), Admitted)  # type: ignore[attr-defined]
+    shared = prompt_of(20)
+    prompts = {"first": shared, "same": [*shared, 1], "x": prompt_of(9, 1), "y": prompt_of(9, 2)}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, greedy(9, ignore_eos=True))
+    step(engine)
+    assert admitted == ["first", "x"]
+    step(engine)
+    assert admitted == ["first", "x", "same"]
+    outputs = run(engine)
+    assert outputs["same"].num_cached_tokens == 20
+    for name, prompt in prompts.items():
+        expected = oracle(prompt, greedy(9, ignore_eos=True))
+        assert outputs[name].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_who_waits_for_a_prefix_that_never_comes_computes_it(failing: bool) -> None:
+    engine = fake_engine(block_size=4, max_num_batched_tokens=8)
+    prompt = prompt_of(30)
+    if failing:
+        engine._executor.fail_at = {1}  # type: ignore[attr-defined]
+    engine.add_request("first", prompt, greedy(5))
+    engine.add_request("same", prompt, greedy(5))
+    step(engine)
+    if not failing:
+        engine.abort("first")
+    outputs = run(engine)
+    assert outputs["first"].outputs[0].finish_reason == ("error" if failing else "abort")
+    assert outputs["same"].outputs[0].token_ids == oracle(prompt, greedy(5))
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {}])
+def test_nobody_waits_for_a_prefix_that_it_could_not_use(options: dict[str, bool]) -> None:
+    """The cache is off, or the request needs the logits of each position."""
+    engine = fake_engine(block_size=4, **options)
+    asks = {} if options else {"prompt_logprobs": 0}
+    engine.add_request("first", prompt_of(20), greedy(3))
+    engine.add_request("same", prompt_of(20), greedy(3, **asks))
+    step(engine)
+    (batch,) = engine._executor.batches  # type: ignore[attr-defined]
+    assert [chunk.request_id for chunk in batch.chunks] == ["first", "same"]
+    run(engine)
