@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ) as llm:
             config = llm.engine.config
             llm.engine = LLMEngine(config, InstantExecutor(config), llm.engine.tokenizer)
+            gc.collect()
+            gc.freeze()  # as an engine with a model does when it has started
             for answers, serve in (("whole", generate), ("streamed", stream)):
                 serve(llm, prompts)  # what is made on first use is made here
                 runs = [measure(llm, serve, prompts) for _ in range(arguments.repeats)]
