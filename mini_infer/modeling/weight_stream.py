@@ -30,7 +30,7 @@ class Staging:
     One thread copies from the system's file cache at 5-10 GB/s; a PCIe 5 link takes 50.
     """
 
-    buffer_bytes: int = 32 << 20
+    buffer_bytes: int = 16 << 20
     num_buffers: int = 9
     num_readers: int = 8
 

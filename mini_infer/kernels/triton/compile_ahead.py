@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ UNINITIALISED = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Within, a kernel that is launched is compiled in a thread and not run.
+    """Within, a kernel that is launched is noted and not run; the end compiles all that were noted.
 
     So a step that is run within, on arguments of any value, compiles what a real one will launch.
-    Where a kernel would write stand zeros. The end waits for the last one; a kernel that fails to
-    compile says so when it is launched.
+    Where a kernel would write stand zeros. A kernel that fails to compile says so when it is
+    launched.
     """
     launch = JITFunction.run
 
@@ -35,12 +36,15 @@ def compile_ahead() -> Iterator[None]:
         return launch(kernel, *arguments, **(options | {"warmup": True}))
 
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "compile") as threads:
-        JITFunction.run = compile_only
-        try:
-            with triton.AsyncCompileMode(_Loading(threads), ignore_errors=True), _ZeroFilled():
-                yield
-        finally:
-            JITFunction.run = launch
+        compiler = _Compiler(threads)
+        with _CompileMode(compiler, ignore_errors=True):
+            JITFunction.run = compile_only
+            try:
+                with _ZeroFilled():
+                    yield
+            finally:
+                JITFunction.run = launch
+                compiler.begin()
 
 
 class _ZeroFilled(TorchFunctionMode):
@@ -53,17 +57,36 @@ class _ZeroFilled(TorchFunctionMode):
         return result.zero_() if func in UNINITIALISED else result
 
 
-class _Loading(Executor):
-    """Compiles in a thread, and there also loads the kernel into the device."""
+class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Notes each kernel once: without this, a launch of a noted kernel would hash its source."""
+
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+        kernel = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(kernel)
+        return kernel
+
+
+class _Compiler(Executor):
+    """Compiles in threads, and there also loads kernels into the device.
+
+    It waits until the last kernel is noted: threads that compile take Python's lock so often that
+    the step beside them would crawl.
+    """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
         self._device = torch.cuda.current_device()
+        self._may_begin = Event()
 
     def submit(self, compile: Callable[[], Any], /, *_: Any, **__: Any) -> "Future[Any]":
         return self._threads.submit(self._compile_and_load, compile)
 
+    def begin(self) -> None:
+        """Lets the threads go."""
+        self._may_begin.set()
+
     def _compile_and_load(self, compile: Callable[[], Any]) -> Any:
+        self._may_begin.wait()
         torch.cuda.set_device(self._device)  # the current device is a thread's own
         kernel = compile()
         kernel.run  # noqa: B018 - Triton makes the launcher when it is first asked for

@@ -34,6 +34,9 @@ FINISH_WARPS = 16
 LISTED = 2048
 """Candidates at the edge of the kept set that are ranked one by one."""
 
+ROW_POINTERS = ["slots_ptr", "num_tokens_ptr"]
+"""Read a number at a time. Where rows are odd one is not aligned: no reason to compile again."""
+
 TEMPERATURE = tl.constexpr(REALS.index("temperature"))
 TOP_P = tl.constexpr(REALS.index("top_p"))
 LOG_MIN_P = tl.constexpr(REALS.index("log_min_p"))
@@ -127,7 +130,10 @@ def draw(
     return token_ids
 
 
-@triton.jit(do_not_specialize=["reals_stride", "integers_stride", "tiles_per_part"])
+@triton.jit(
+    do_not_specialize=["reals_stride", "integers_stride", "tiles_per_part"],
+    do_not_specialize_on_alignment=ROW_POINTERS,
+)
 def scan_kernel(
     logits_ptr,
     row_stride,
@@ -197,7 +203,8 @@ def scan_kernel(
         "table_stride",
         "table_length",
         "num_parts",
-    ]
+    ],
+    do_not_specialize_on_alignment=ROW_POINTERS,
 )
 def finish_kernel(
     logits_ptr,
