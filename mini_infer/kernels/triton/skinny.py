@@ -18,18 +18,17 @@ from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.skinny_tiles import tile_kernel
 from mini_infer.kernels.triton.skinny_vector import vector_kernel
 
-MAX_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 1}
+MAX_ROWS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 1}
 """Per dtype, up to how many rows these kernels take."""
 MAX_TILES = 1 << 16
-FUSED_NORM_ROWS = 8
+FUSED_NORM_ROWS = 1
 
 
 class VectorPlan(NamedTuple):
     """How ``vector_kernel`` divides a product."""
 
-    tile_n: int
+    lines: int
     tile_k: int
-    unrolled: bool
     num_warps: int
 
 
@@ -83,10 +82,9 @@ def gated_linear(
 def plan(num_rows: int, num_outputs: int, size: int, gated: bool) -> VectorPlan | TilePlan:
     """The measured best division of a product ``[num_rows, size] x [num_outputs, size].T``."""
     if num_rows == 1:
-        tile_k = min(2048, power_of_two(size))
-        return VectorPlan(1 if gated else 2, tile_k, size <= 4096, 8)
+        return VectorPlan(4, 1024, 4)
     if num_rows <= 16:
-        return TilePlan(16, 64, 8, 1, 4, 8, 8)
+        return TilePlan(8 if gated else 16, 128, 4, 1, 3, 0, 4)
     tile_n = 32 if gated else 64
     splits = max(1, min(8, 132 * 2 * tile_n // num_outputs))
     return TilePlan(tile_n, 128, 1, splits, 4, 4, 4)
@@ -119,29 +117,26 @@ def _multiply(
         "launch_pdl": early,
     }
     bias = x if bias is None else bias
-    tiles = triton.cdiv(num_outputs, chosen.tile_n)
     if isinstance(chosen, VectorPlan):
+        tiles = triton.cdiv(num_outputs, chosen.lines // 2 if gated else chosen.lines)
         vector_kernel[tiles,](
             x,
             weight,
             bias,
             weight_of_norm,
             out,
-            weight,
             num_rows,
             num_outputs,
             eps,
-            0,
-            0,
             size=size,
             tile_m=power_of_two(num_rows),
-            tile_n=chosen.tile_n,
+            lines=chosen.lines,
             tile_k=chosen.tile_k,
-            unrolled=chosen.unrolled,
             num_warps=chosen.num_warps,
             **flags,
         )
         return out
+    tiles = triton.cdiv(num_outputs, chosen.tile_n)
     tile_m = max(8, power_of_two(num_rows))
     lines = chosen.tile_n * (2 if gated else 1)
     stage = (tile_m + lines) * chosen.parts * chosen.tile_k * x.element_size()
