@@ -9,9 +9,14 @@ from mini_infer.kernels.triton.attention import paged_attention
 from mini_infer.kernels.triton.flash_decoding import decode_attention
 from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
+from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, is_skinny, linear
 
 __all__ = [
+    "add_linear_",
     "decode_attention",
+    "gated_linear",
+    "is_skinny",
+    "linear",
     "paged_attention",
     "rms_norm",
     "rotary_and_write_kv",
