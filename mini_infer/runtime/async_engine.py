@@ -159,11 +159,13 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        stream: bool = True,
     ) -> AsyncGenerator[list[RequestDelta], None]:
         """Like ``generate`` for several prompts, by request id; yields all deltas that are there.
 
         A fast consumer gets one list per step, a slow one gets longer lists. If one prompt is
-        refused then none is served.
+        refused then none is served. Without ``stream`` each choice has one delta, at its end, which
+        spares the engine the making of the others.
         """
         length = sum(len(prompt) for prompt in prompts.values())
         process = partial(
@@ -171,6 +173,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
+            stream=stream,
         )
 
         def process_all() -> "list[ProcessedRequest]":

@@ -64,6 +64,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
             body.sampling_params(),
             priority=body.priority,
             cache_salt=body.cache_salt or "",
+            stream=bool(body.stream),
             **options,
         )
 

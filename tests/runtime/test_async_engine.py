@@ -319,3 +319,12 @@ def test_the_thread_ends_when_its_event_loop_is_gone(
     async_engine.shutdown()
     assert not async_engine.healthy
     assert not caplog.records
+
+
+async def test_without_stream_an_answer_is_one_delta_at_its_end(async_engine: AsyncEngine) -> None:
+    text = await text_of(async_engine, "Hello", "streamed")
+    stream = async_engine.stream({"whole": "Hello"}, SHORT, stream=False)
+    [[delta]] = [deltas async for deltas in stream]
+    assert delta.output is not None
+    assert delta.text == delta.output.outputs[0].text == text
+    assert delta.finish_reason == "length"
