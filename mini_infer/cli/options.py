@@ -28,21 +28,23 @@ class AutoChoice(click.ParamType[str]):
         return str(value)
 
 
-class AutoInteger(click.ParamType[int | str]):
-    """A whole number, or ``auto``."""
+class AutoNumber(click.ParamType[float | str]):
+    """A number, whole or not, or ``auto``."""
 
-    name = "integer"
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self.kind = kind
+        self.name = "integer" if kind is int else "number"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | str:
+    ) -> float | str:
         if value == AUTO:
             return AUTO
         try:
-            return int(value)
+            return self.kind(value)
         except ValueError:
-            message = f"{value!r} is not a whole number (or {AUTO})"
-            raise click.BadParameter(message, ctx, param) from None
+            rule = "a whole number" if self.kind is int else "a number"
+            raise click.BadParameter(f"{value!r} is not {rule} (or {AUTO})", ctx, param) from None
 
 
 def engine_option(name: str, metadata: Mapping[str, Any]) -> Callable[[Function], Function]:
@@ -59,8 +61,8 @@ def engine_option(name: str, metadata: Mapping[str, Any]) -> Callable[[Function]
     value_type: click.ParamType[Any]
     if choices:
         value_type = AutoChoice(choices)
-    elif kind is int and not name.endswith("_memory"):
-        value_type = AutoInteger()
+    elif kind in (int, float) and not name.endswith("_memory"):
+        value_type = AutoNumber(kind)
     else:  # the engine's resolver reads an amount of memory, such as 2GiB
         value_type = click.STRING
     shown = "" if default is None else f" [default: {default}]"

@@ -14,7 +14,7 @@ AUTO = "auto"
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
-AttentionBackend = Literal["torch", "triton"]
+AttentionBackend = Literal["torch", "triton", "flash_attn"]
 DEFAULT_MODEL = "smollm2-135m"
 MAX_NUM_SEQS = 2**16
 MAX_NUM_KV_BLOCKS = 2**24
@@ -59,21 +59,28 @@ class EngineConfig:
     device: Device = option(AUTO, "Where the model runs.", choices=("cpu", "cuda"))
     attention_backend: AttentionBackend = option(
         AUTO,
-        "Paged attention: triton (default on a GPU) or torch (reference; the only one on a CPU).",
-        choices=("torch", "triton"),
+        "Paged attention: triton (default on a GPU), flash_attn (where that package is installed), "
+        "or torch (reference; the only one on a CPU).",
+        choices=("torch", "triton", "flash_attn"),
     )
     max_model_len: int = option(
         AUTO, "Longest prompt plus output, in tokens; by default the model's.", kind=int
     )
     seed: int = option(0, "Seed of random weights and of unseeded requests.", kind=int)
     block_size: int = option(16, "Tokens per KV-cache block.", kind=int)
-    kv_cache_memory: int = option(
-        AUTO, "Memory for the KV cache, in bytes or as 2GiB, 512MiB.", kind=int
+    kv_cache_memory: int | None = option(
+        AUTO,
+        "Memory for the KV cache, in bytes or as 2GiB, 512MiB; on a GPU by default all that "
+        "--gpu-memory-utilization leaves.",
+        kind=int,
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a GPU's memory that weights, KV cache and all else may take.", kind=float
     )
     num_kv_blocks: int | None = option(
         None, "Number of KV-cache blocks, instead of --kv-cache-memory.", kind=int
     )
-    max_num_seqs: int = option(64, "Most requests that run in one step.", kind=int)
+    max_num_seqs: int = option(AUTO, "Most requests that run in one step.", kind=int)
     max_num_batched_tokens: int = option(
         AUTO, "Token budget of one step: the chunk size of chunked prefill.", kind=int
     )
@@ -86,6 +93,9 @@ class EngineConfig:
     )
     depth: int = option(
         AUTO, "Steps in flight; 2 schedules a step before the last one's result.", kind=int
+    )
+    enforce_eager: bool = option(
+        False, "Launch every kernel of a decode step anew, instead of a CUDA graph.", kind=bool
     )
     dry_run: bool = option(
         False, "Invent tokens: the real server, scheduler and cache, no weights.", kind=bool
@@ -100,8 +110,14 @@ class EngineConfig:
             "max_num_batched_tokens",
             "depth",
         ):
-            if getattr(self, name) < 1:
-                raise InvalidConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidConfigError(f"{name} must be 1 or more, got {value}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise InvalidConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got "
+                f"{self.gpu_memory_utilization}"
+            )
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise InvalidConfigError(
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}"

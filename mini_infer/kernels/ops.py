@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mini_infer.kernels import reference
+from mini_infer.kernels import flash_attention, reference
 from mini_infer.kernels.cpu_attention import grouped_attention
 from mini_infer.kernels.cpu_norm import cpu_rms_norm
 from mini_infer.kernels.metadata import AttentionMetadata, Rope
@@ -49,13 +49,23 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.linear``: one kernel for few rows, else a norm and the library's product."""
+    """See ``reference.linear``: one kernel for few rows, else a norm and the library's product.
+
+    ``out [T, N]`` is where to put it, without bias.
+    """
     if (kernels := _skinny_kernels(x, weight)) is not None:
-        result: Tensor = kernels.linear(x, weight, bias, norm)
+        result: Tensor = kernels.linear(x, weight, bias, norm, out)
         return result
-    return functional.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
+    x = x if norm is None else rms_norm(x, *norm)
+    if out is not None:
+        return torch.mm(x, weight.t(), out=out)
+    return functional.linear(x, weight, bias)
 
 
 def add_linear_(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -156,4 +166,22 @@ def paged_attention(
     if meta.backend == "triton" and (kernels := gpu_kernels()):
         result: Tensor = kernels.paged_attention(q, k_cache, v_cache, meta, scale, sliding_window)
         return result
+    if meta.backend == "flash_attn":
+        return flash_attention.paged_attention(q, k_cache, v_cache, meta, scale, sliding_window)
     return reference.paged_attention(q, k_cache, v_cache, meta, scale, sliding_window)
+
+
+def decode_inputs(
+    slots: Tensor,
+    starts: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_columns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``reference.decode_inputs``."""
+    arguments = slots, starts, token_table, block_table, block_size, num_columns
+    if slots.is_cuda and (kernels := gpu_kernels()):
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.decode_inputs(*arguments)
+        return result
+    return reference.decode_inputs(*arguments)

@@ -115,3 +115,22 @@ def attend(
     q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
     write_kv(k, v, k_cache, v_cache, meta.slot_mapping)
     return paged_attention(q, k_cache, v_cache, meta, scale, sliding_window).flatten(1)
+
+
+def decode_inputs(
+    slots: Tensor,
+    starts: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_columns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a step of one token a row reads from the device's tables.
+
+    ``slots, starts [R]`` int64: whose token, at which position. Returns token ids ``[R]``, context
+    lengths ``[R]``, flat KV slots ``[R]`` (int64) and block table ``[R, num_columns]`` (int32), of
+    which only the columns in use count.
+    """
+    blocks = block_table[slots, starts // block_size]
+    slot_mapping = blocks * block_size + starts % block_size
+    return token_table[slots, starts], starts + 1, slot_mapping, block_table[slots, :num_columns]

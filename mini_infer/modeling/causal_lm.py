@@ -10,6 +10,7 @@ from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.layers import Embedding, Linear, RMSNorm
+from mini_infer.modeling.profiling import layer_range
 from mini_infer.modeling.rotary import RotaryEmbedding
 
 
@@ -58,11 +59,15 @@ class CausalLM(nn.Module, ABC):
         """
         x: Tensor = self.embed_tokens(token_ids)
         rope = self.rotary(positions)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, rope, cache, meta)
+        for depth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            with layer_range(depth):
+                x = layer(x, rope, cache, meta)
         return x
 
-    def compute_logits(self, x: Tensor) -> Tensor:
-        """Rows of the residual stream ``[R, hidden]``, already gathered -> ``[R, vocab]``."""
-        logits: Tensor = self.lm_head(x, self.norm)
+    def compute_logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows of the residual stream ``[R, hidden]``, already gathered -> ``[R, vocab]``.
+
+        ``out`` is where to put them, for a CUDA graph.
+        """
+        logits: Tensor = self.lm_head(x, self.norm, out)
         return logits

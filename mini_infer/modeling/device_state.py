@@ -5,16 +5,24 @@ back into the token table on the device, the next step can be launched before th
 them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mini_infer.core.batch import Admission, ScheduledBatch
+from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.sampling_state import SamplingState
+from mini_infer.modeling.upload import to_device
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,47 +36,149 @@ class StepInputs:
     meta: AttentionMetadata
     logits_indices: Tensor
     """[S] rows of hidden states that are sampled"""
-    sampling_slots: list[int]
-    sampling_positions: list[int]
-    """Where the sampled tokens will stand."""
+    sampling_slots: Integers
+    """[S] on the host"""
+    sampling_positions: Integers
+    """[S] on the host: where the sampled tokens will stand."""
     first_rows: list[int]
     """Per chunk, the row of its first token."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """Values to write into rows of a table, collected over a step: one upload, one kernel."""
+
+    row_length: int
+    starts: list[int] = field(default_factory=list)
+    values: list[Sequence[int]] = field(default_factory=list)
+
+    def add(self, row: int, column: int, values: Sequence[int]) -> None:
+        self.starts.append(row * self.row_length + column)
+        self.values.append(values)
+
+    def apply_to(self, table: Tensor) -> None:
+        if not self.values:
+            return
+        counts = [len(values) for values in self.values]
+        packed = np.empty((2, sum(counts)), dtype=np.int64)
+        end = 0
+        for start, count, values in zip(self.starts, counts, self.values, strict=True):
+            packed[0, end : end + count] = np.arange(start, start + count)
+            packed[1, end : end + count] = values
+            end += count
+        places, values_there = to_device(packed, table.device)
+        table.view(-1).index_copy_(0, places, values_there.to(table.dtype))
+
+
 class DeviceState:
-    """Per-slot tables: ``token_table [slots, max_model_len]``, ``block_table [slots, max_blocks]``
-    and the sampler's columns."""
+    """Per-slot tables: ``token_table [slots + 1, max_model_len]``, ``block_table
+    [slots + 1, max_blocks]`` and the sampler's columns.
+
+    The last slot is nobody's: a CUDA graph's surplus rows own it. Its blocks are ``null_block``.
+    """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         num_slots = config.max_num_seqs
+        self.null_slot = num_slots
         self.block_size = config.block_size
-        self._attention_backend = config.attention_backend
         self.device = device
+        self._attention_backend = config.attention_backend
         self.token_table = torch.zeros(
-            num_slots, config.max_model_len, dtype=torch.int64, device=device
+            num_slots + 1, config.max_model_len, dtype=torch.int32, device=device
         )
         self.block_table = torch.zeros(
-            num_slots, config.max_blocks_per_request, dtype=torch.int32, device=device
+            num_slots + 1, config.max_blocks_per_request, dtype=torch.int32, device=device
         )
         self.sampling = SamplingState(num_slots, config.model_config.vocab_size, device)
         self.params_by_slot: dict[int, SamplingParams] = {}
         self.num_prompt_tokens: dict[int, int] = {}
         self._num_blocks = [0] * num_slots
 
-    def prepare(self, batch: ScheduledBatch) -> StepInputs:
-        """Takes in admissions and new blocks, and lays out the step's tokens."""
+    def set_null_block(self, block_id: int) -> None:
+        """Gives the surplus rows of CUDA graphs a block to write to."""
+        self.block_table[self.null_slot] = block_id
+
+    def take_in(self, batch: ScheduledBatch) -> None:
+        """Writes the step's admissions and new blocks into the tables."""
+        tokens = _Writes(self.token_table.shape[1])
+        blocks = _Writes(self.block_table.shape[1])
         for admission in batch.admissions:
-            self._admit(admission)
+            slot = admission.slot
+            tokens.add(slot, 0, admission.token_ids)
+            self.params_by_slot[slot] = admission.params
+            self.num_prompt_tokens[slot] = admission.num_prompt_tokens
+            self._num_blocks[slot] = 0
+            self._append_blocks(blocks, slot, admission.block_ids)
+        if batch.admissions:
+            self.sampling.admit(batch.admissions)
         for chunk in batch.chunks:
             if chunk.new_block_ids:
-                self._append_blocks(chunk.slot, chunk.new_block_ids)
-        return self._lay_out(batch)
+                self._append_blocks(blocks, chunk.slot, chunk.new_block_ids)
+        tokens.apply_to(self.token_table)
+        blocks.apply_to(self.block_table)
 
-    def append_tokens(self, inputs: StepInputs, token_ids: Tensor) -> None:
-        """Scatters sampled ``token_ids [S]`` behind their requests' last tokens."""
-        slots = self._tensor(inputs.sampling_slots)
-        positions = self._tensor(inputs.sampling_positions)
-        self.token_table[slots, positions] = token_ids
+    def lay_out(self, batch: ScheduledBatch) -> StepInputs:
+        """The tensors of a step of any chunks, after ``take_in``."""
+        chunks = batch.chunks
+        query_lens = [chunk.num_new_tokens for chunk in chunks]
+        starts = [chunk.num_computed_tokens for chunk in chunks]
+        context_lens = [start + new for start, new in zip(starts, query_lens, strict=True)]
+        first_rows = [0]
+        for length in query_lens:
+            first_rows.append(first_rows[-1] + length)
+        sampled = [index for index, chunk in enumerate(chunks) if chunk.samples]
+        slots = [chunk.slot for chunk in chunks]
+        num_tokens = first_rows[-1]
+        device_slots, device_starts, lens, cu_seqlens_q, logits_indices = self._upload(
+            slots, starts, query_lens, first_rows, [first_rows[i + 1] - 1 for i in sampled]
+        )
+        max_context = max(context_lens)
+        num_columns = -(-max_context // self.block_size)
+        if num_tokens == len(chunks):  # one token each: rows are requests
+            positions = device_starts
+            token_ids, seqlens_k, slot_mapping, block_table = ops.decode_inputs(
+                device_slots,
+                device_starts,
+                self.token_table,
+                self.block_table,
+                self.block_size,
+                num_columns,
+            )
+        else:
+            token_slots = device_slots.repeat_interleave(lens, output_size=num_tokens)
+            offsets = device_starts - cu_seqlens_q[:-1]
+            positions = torch.arange(num_tokens, device=self.device)
+            positions += offsets.repeat_interleave(lens, output_size=num_tokens)
+            token_ids = self.token_table[token_slots, positions]
+            seqlens_k = device_starts + lens
+            blocks = self.block_table[token_slots, positions // self.block_size]
+            slot_mapping = blocks * self.block_size + positions % self.block_size
+            block_table = self.block_table[device_slots, :num_columns]
+        meta = AttentionMetadata(
+            cu_seqlens_q=cu_seqlens_q,
+            seqlens_k=seqlens_k,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            max_query_len=max(query_lens),
+            max_seqlen_k=max_context,
+            query_lens=tuple(query_lens),
+            context_lens=tuple(context_lens),
+            backend=self._attention_backend,
+        )
+        return StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            meta=meta,
+            logits_indices=logits_indices,
+            sampling_slots=np.array([slots[i] for i in sampled], dtype=np.int64),
+            sampling_positions=np.array([context_lens[i] for i in sampled], dtype=np.int64),
+            first_rows=first_rows[:-1],
+        )
+
+    def append_tokens(self, slots: Integers, positions: Integers, token_ids: Tensor) -> None:
+        """Scatters ``token_ids [S]`` to each slot's position in the token table."""
+        places = to_device(slots * self.token_table.shape[1] + positions, self.device)
+        self.token_table.view(-1).index_copy_(0, places, token_ids.to(self.token_table.dtype))
 
     def any_prompt_logprobs(self, batch: ScheduledBatch) -> bool:
         """Does a chunk of the batch have to report its prompt's log-probabilities?"""
@@ -78,64 +188,14 @@ class DeviceState:
             for chunk in batch.chunks
         )
 
-    def _admit(self, admission: Admission) -> None:
-        slot = admission.slot
-        tokens = self._tensor(list(admission.token_ids))
-        self.token_table[slot, : len(tokens)] = tokens
-        self.params_by_slot[slot] = admission.params
-        self.num_prompt_tokens[slot] = admission.num_prompt_tokens
-        self._num_blocks[slot] = 0
-        self._append_blocks(slot, admission.block_ids)
-        self.sampling.admit(admission)
+    def _append_blocks(self, blocks: _Writes, slot: int, block_ids: Sequence[int]) -> None:
+        blocks.add(slot, self._num_blocks[slot], block_ids)
+        self._num_blocks[slot] += len(block_ids)
 
-    def _append_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
-        first = self._num_blocks[slot]
-        last = self._num_blocks[slot] = first + len(block_ids)
-        self.block_table[slot, first:last] = torch.tensor(
-            block_ids, dtype=torch.int32, device=self.device
+    def _upload(self, *columns: list[int]) -> tuple[Tensor, ...]:
+        """Each column as an int64 tensor on the device, in one copy."""
+        lengths = [len(column) for column in columns]
+        packed: NDArray[Any] = np.fromiter(
+            (value for column in columns for value in column), dtype=np.int64, count=sum(lengths)
         )
-
-    def _lay_out(self, batch: ScheduledBatch) -> StepInputs:
-        chunks = batch.chunks
-        query_lens = [chunk.num_new_tokens for chunk in chunks]
-        starts = [chunk.num_computed_tokens for chunk in chunks]
-        context_lens = [start + new for start, new in zip(starts, query_lens, strict=True)]
-        first_rows = [0]
-        for length in query_lens:
-            first_rows.append(first_rows[-1] + length)
-        slots = self._tensor([chunk.slot for chunk in chunks])
-        cu_seqlens_q = self._tensor(first_rows)
-        if first_rows[-1] == len(chunks):  # one token each: rows are requests
-            token_slots, positions = slots, self._tensor(starts)
-        else:
-            lens = self._tensor(query_lens)
-            token_slots = slots.repeat_interleave(lens, output_size=first_rows[-1])
-            offsets = self._tensor(starts) - cu_seqlens_q[:-1]
-            positions = torch.arange(first_rows[-1], device=self.device)
-            positions += offsets.repeat_interleave(lens, output_size=first_rows[-1])
-        blocks = self.block_table[token_slots, positions // self.block_size]
-        max_context = max(context_lens)
-        meta = AttentionMetadata(
-            cu_seqlens_q=cu_seqlens_q,
-            seqlens_k=self._tensor(context_lens),
-            block_table=self.block_table[slots, : -(-max_context // self.block_size)],
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
-            max_query_len=max(query_lens),
-            max_seqlen_k=max_context,
-            query_lens=tuple(query_lens),
-            context_lens=tuple(context_lens),
-            backend=self._attention_backend,
-        )
-        sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
-        return StepInputs(
-            token_ids=self.token_table[token_slots, positions],
-            positions=positions,
-            meta=meta,
-            logits_indices=self._tensor([first_rows[index + 1] - 1 for index in sampling]),
-            sampling_slots=[chunks[index].slot for index in sampling],
-            sampling_positions=[context_lens[index] for index in sampling],
-            first_rows=first_rows[:-1],
-        )
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return torch.split(to_device(packed, self.device), lengths)

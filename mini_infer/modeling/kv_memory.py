@@ -23,6 +23,7 @@ def num_blocks_that_fit(config: EngineConfig, layout: KVLayout, dtype: torch.dty
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
+    assert config.kv_cache_memory is not None, "without either, a GPU is profiled"
     size = bytes_per_block(config, layout, dtype)
     count = config.kv_cache_memory // size
     if count < 1:

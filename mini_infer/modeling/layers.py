@@ -61,11 +61,14 @@ class Linear(Layer):
         self.bias = _empty(out_features) if bias else None
         self._packed: Product | None = None
 
-    def forward(self, x: Tensor, norm: "RMSNorm | None" = None) -> Tensor:
+    def forward(
+        self, x: Tensor, norm: "RMSNorm | None" = None, out: Tensor | None = None
+    ) -> Tensor:
+        """``out [T, out]`` is where a GPU shall put the product, for a CUDA graph."""
         if self._packed is not None:
             return self._packed(x if norm is None else norm(x))
         parameters = norm if norm is None else norm.parameters_for(x.dtype)
-        return ops.linear(x, *self._parameters_for(x.dtype), parameters)
+        return ops.linear(x, *self._parameters_for(x.dtype), parameters, out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Adds the product of ``x`` to ``residual [T, out]`` in place, and returns it."""
@@ -104,14 +107,15 @@ class PackedLinear(Linear):
 
 
 class GatedLinear(PackedLinear):
-    """The first half of SwiGLU (arXiv 2002.05202): ``x [T, in] -> silu(gate(x)) * up(x)``."""
+    """The gate and up projections of SwiGLU (arXiv 2002.05202)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, (out_features, out_features), bias)
 
-    def forward(self, x: Tensor, norm: "RMSNorm | None" = None) -> Tensor:
+    def gated(self, x: Tensor, norm: "RMSNorm | None" = None) -> Tensor:
+        """``silu(gate(norm(x))) * up(norm(x))``."""
         if self._packed is not None:
-            return ops.silu_and_mul(super().forward(x, norm))
+            return ops.silu_and_mul(self(x, norm))
         parameters = norm if norm is None else norm.parameters_for(x.dtype)
         return ops.gated_linear(x, *self._parameters_for(x.dtype), parameters)
 
@@ -157,9 +161,9 @@ class GatedMLP(Layer):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down_proj(self.gate_up_proj(x))
+        hidden: Tensor = self.down_proj(self.gate_up_proj.gated(x))
         return hidden
 
     def add_to(self, residual: Tensor, norm: RMSNorm) -> Tensor:
         """``residual + mlp(norm(residual))``, in place."""
-        return self.down_proj.add_to(residual, self.gate_up_proj(residual, norm))
+        return self.down_proj.add_to(residual, self.gate_up_proj.gated(residual, norm))

@@ -1,15 +1,20 @@
 """Runs scheduled steps on one device. The hot file: it stays minimal."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.modeling.device_state import DeviceState, StepInputs
+from mini_infer.modeling.attention import KVCache
+from mini_infer.modeling.cuda_graphs import DecodeGraphs
+from mini_infer.modeling.device_state import DeviceState, Integers, StepInputs
 from mini_infer.modeling.kv_memory import allocate_kv_cache, num_blocks_that_fit
 from mini_infer.modeling.layers import activation_dtype
 from mini_infer.modeling.load import load_model
+from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
+from mini_infer.modeling.profiling import step_range
 from mini_infer.modeling.sampler import Sampler, SampleResult
 from mini_infer.modeling.step_result import LocalStep, PromptRows, compute_prompt_rows
 
@@ -23,54 +28,97 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.config = config
         self.device = torch.device(config.device)
+        self.caches: list[KVCache] = []
         self._files = files
         self._sampler = Sampler()
+        self._graphs: DecodeGraphs | None = None
 
     def load(self) -> None:
         """Builds the model and its weights on the device."""
         self.model = load_model(self.config, self._files)
         self.state = DeviceState(self.config, self.device)
-        self._kv_dtype = activation_dtype(self.model.embed_tokens.weight)
+        self.dtype = activation_dtype(self.model.embed_tokens.weight)
 
     def profile_num_blocks(self) -> int:
-        """Number of KV blocks that fit the memory set aside for them."""
-        return num_blocks_that_fit(self.config, self.model.kv_layout, self._kv_dtype)
+        """Number of KV blocks: what was asked for, or what fits beside the largest steps."""
+        if self.config.num_kv_blocks is None and self.config.kv_cache_memory is None:
+            return num_blocks_beside_steps(self)
+        return num_blocks_that_fit(self.config, self.model.kv_layout, self.dtype)
 
     def init_cache(self, num_blocks: int) -> None:
-        """Makes each layer's ``k, v [num_blocks, block_size, num_kv_heads, head_dim]``."""
-        self.caches = allocate_kv_cache(
-            self.config, self.model.kv_layout, num_blocks, self._kv_dtype
-        )
+        """Makes each layer's ``k, v [num_blocks, block_size, num_kv_heads, head_dim]``, with a
+        further block for surplus rows where there are CUDA graphs."""
+        layout, surplus = self.model.kv_layout, int(self.has_graphs)
+        self.caches = allocate_kv_cache(self.config, layout, num_blocks + surplus, self.dtype)
+        if surplus:
+            self.state.set_null_block(num_blocks)
+
+    def capture_graphs(self, sizes: list[int] | None = None) -> None:
+        """Records the decode steps of all batch sizes, or of some; needs ``init_cache``."""
+        if self.has_graphs:
+            self._graphs = DecodeGraphs(
+                self.config, self.model, self.caches, self.state, self.dtype
+            )
+            self._graphs.capture(sizes)
+
+    def drop_graphs(self) -> None:
+        """Frees them; steps launch their kernels one by one again."""
+        self._graphs = None
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LocalStep:
         """Runs one step; on a GPU returns before it is done."""
-        inputs = self.state.prepare(batch)
-        hidden = self.model(inputs.token_ids, inputs.positions, self.caches, inputs.meta)
-        prompt_rows = self._prompt_rows(batch, inputs, hidden)
-        result = self._sample(inputs, hidden) if inputs.sampling_slots else None
-        return LocalStep(batch, self.state.params_by_slot, result, prompt_rows)
+        with step_range(batch):
+            self.state.take_in(batch)
+            if self._graphs is not None and _is_decode(batch):
+                return self._replay(self._graphs, batch)
+            inputs = self.state.lay_out(batch)
+            x = self.model(inputs.token_ids, inputs.positions, self.caches, inputs.meta)
+            prompt_rows = self._prompt_rows(batch, inputs, x)
+            result = None
+            if len(inputs.sampling_slots):
+                logits = self.model.compute_logits(x.index_select(0, inputs.logits_indices))
+                result = self._sample(logits, inputs.sampling_slots, inputs.sampling_positions)
+            return LocalStep(batch, self.state.params_by_slot, result, prompt_rows)
 
     def release(self) -> None:
-        """Frees weights and cache."""
+        """Frees weights, cache and graphs."""
+        self._graphs = None
         self.caches = []
         self.__dict__.pop("model", None)
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor) -> SampleResult:
-        logits = self.model.compute_logits(hidden.index_select(0, inputs.logits_indices))
-        result = self._sampler(
-            logits,
-            inputs.sampling_slots,
-            inputs.sampling_positions,
-            self.state.token_table,
-            self.state.sampling,
+    @property
+    def has_graphs(self) -> bool:
+        """The reference's attention looks at lengths on the host, which no graph can."""
+        config = self.config
+        return (
+            self.device.type == "cuda"
+            and config.attention_backend != "torch"
+            and not config.enforce_eager
         )
-        self.state.append_tokens(inputs, result.token_ids)
+
+    def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch) -> LocalStep:
+        slots = np.array([chunk.slot for chunk in batch.chunks], dtype=np.int64)
+        starts = np.array([chunk.num_computed_tokens for chunk in batch.chunks], dtype=np.int64)
+        token_ids, logits = graphs.run(slots, starts)
+        result = SampleResult(token_ids)
+        if self.state.sampling.needs_edits(slots, starts + 1):
+            result = self._sample(logits, slots, starts + 1)  # over what the graph drew
+        return LocalStep(batch, self.state.params_by_slot, result, [])
+
+    def _sample(self, logits: Tensor, slots: Integers, positions: Integers) -> SampleResult:
+        state = self.state
+        result = self._sampler(logits, slots, positions, state.token_table, state.sampling)
+        state.append_tokens(slots, positions, result.token_ids)
         return result
 
     def _prompt_rows(
-        self, batch: ScheduledBatch, inputs: StepInputs, hidden: Tensor
+        self, batch: ScheduledBatch, inputs: StepInputs, x: Tensor
     ) -> list[PromptRows]:
         if not self.state.any_prompt_logprobs(batch):
             return []
-        return compute_prompt_rows(batch, inputs, hidden, self.model.compute_logits, self.state)
+        return compute_prompt_rows(batch, inputs, x, self.model.compute_logits, self.state)
+
+
+def _is_decode(batch: ScheduledBatch) -> bool:
+    return all(chunk.num_new_tokens == 1 and chunk.samples for chunk in batch.chunks)

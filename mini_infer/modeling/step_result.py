@@ -1,8 +1,9 @@
 """From a step's device tensors to a ``StepOutput``, once, when somebody asks for it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from mini_infer.core.batch import ScheduledBatch
@@ -50,8 +51,22 @@ def compute_prompt_rows(
     return rows
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory that is complete once the device gets there; a CPU's tensor itself.
+
+    The step after this one may overwrite the original: copies and kernels run in order.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 class LocalStep:
-    """A step that this process ran; ``result`` waits for the device and reads the tensors."""
+    """A step that this process launched; ``result`` waits until the device has run it.
+
+    The copies to the host are queued at once, behind the step and before the next one.
+    """
 
     def __init__(
         self,
@@ -61,12 +76,27 @@ class LocalStep:
         prompt_rows: list[PromptRows],
     ) -> None:
         self._batch = batch
-        self._num_top = [params_by_slot[chunk.slot].logprobs for chunk in batch.chunks]
-        self._sampled = sampled
-        self._prompt_rows = prompt_rows
+        self._sampled = self._num_top = None
+        self._done: torch.cuda.Event | None = None
+        if sampled is not None:
+            logprobs = sampled.logprobs
+            if logprobs is not None:
+                self._num_top = [params_by_slot[chunk.slot].logprobs for chunk in batch.chunks]
+                logprobs = _on_host(logprobs)
+            self._sampled = SampleResult(to_host(sampled.token_ids), logprobs)
+            if sampled.token_ids.is_cuda:
+                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._prompt_rows = [
+            replace(rows, targets=to_host(rows.targets), logprobs=_on_host(rows.logprobs))
+            for rows in prompt_rows
+        ]
+        if self._done is not None:
+            self._done.record()
 
     def result(self) -> StepOutput:
         """Token ids and log-probabilities, aligned with the batch's chunks."""
+        if self._done is not None:
+            self._done.synchronize()
         chunks = self._batch.chunks
         tokens: list[tuple[int, ...]] = [()] * len(chunks)
         logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(chunks)
@@ -74,7 +104,7 @@ class LocalStep:
             sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
             for index, token_id in zip(sampling, self._sampled.token_ids.tolist(), strict=True):
                 tokens[index] = (token_id,)
-            if self._sampled.logprobs is not None:
+            if self._sampled.logprobs is not None and self._num_top is not None:
                 num_top = [self._num_top[index] for index in sampling]
                 entries = read_logprobs(self._sampled.token_ids, self._sampled.logprobs, num_top)
                 for index, entry in zip(sampling, entries, strict=True):
@@ -89,6 +119,15 @@ class LocalStep:
             tuple(logprobs) if any(logprobs) else (),
             tuple(prompt) if self._prompt_rows else (),
         )
+
+
+def _on_host(columns: TokenLogprobTensors) -> TokenLogprobTensors:
+    return TokenLogprobTensors(
+        to_host(columns.logprobs),
+        to_host(columns.ranks),
+        to_host(columns.top_token_ids),
+        to_host(columns.top_logprobs),
+    )
 
 
 def read_logprobs(

@@ -161,6 +161,7 @@ class DryRunExecutor:
             return config.num_kv_blocks
         block_bytes = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
         block_bytes *= config.block_size
+        assert config.kv_cache_memory is not None, "only a GPU fills what is there"
         if config.kv_cache_memory < block_bytes:
             raise OutOfMemoryError(
                 f"kv_cache_memory of {config.kv_cache_memory} bytes holds no KV block "

@@ -33,6 +33,7 @@ class LocalExecutor:
             self._runner.load()
             num_blocks = self._runner.profile_num_blocks()
             self._runner.init_cache(num_blocks)
+            self._runner.capture_graphs()
         except (MemoryError, RuntimeError) as error:
             text = str(error)
             if text and not any(sign in text for sign in ALLOCATION_FAILED):

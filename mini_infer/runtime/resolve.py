@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 CHUNK_TOKENS = {"cpu": 128, "cuda": 8192}
 """Default token budget of a step. Larger chunks use a processor no better, smaller ones let running
 requests go on sooner: see docs/chunked-prefill.md."""
+NUM_SEQS = {"cpu": 64, "cuda": 256}
 DRY_RUN_NAME = "dry-run"
 PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 KV_FRACTION = 0.25
@@ -108,8 +109,12 @@ def _convert(name: str, value: Any, option: Mapping[str, Any]) -> Any:
             if isinstance(value, bool) or int(value) != value:
                 raise ValueError
             return int(value)
+        if kind is float:
+            return float(value)
     except (ValueError, TypeError, OverflowError):
-        rule = "a size such as 2GiB" if name == "kv_cache_memory" else "an integer"
+        rule = "a number" if kind is float else "an integer"
+        if name == "kv_cache_memory":
+            rule = "a size such as 2GiB"
         raise InvalidConfigError(f"{name} must be {rule}, got {value!r}") from None
     if not isinstance(value, kind):
         if kind is str and isinstance(value, Path):
@@ -147,9 +152,15 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
     if given["load_format"] == AUTO:
         given["load_format"] = "gguf" if files.weights.suffix == ".gguf" else "safetensors"
     given["attention_backend"] = _attention_backend(given["attention_backend"], given["device"])
+    if given["attention_backend"] == "flash_attn":
+        from mini_infer.kernels.flash_attention import check_available
+
+        capability = torch.cuda.get_device_capability()
+        check_available(capability, given["block_size"], model_config.head_dim, given["dtype"])
     _resolve_lengths(given, model_config)
     if given["kv_cache_memory"] == AUTO:
-        given["kv_cache_memory"] = _default_kv_memory(given, model_config)
+        on_cpu = given["device"] == "cpu"
+        given["kv_cache_memory"] = _default_kv_memory(given, model_config) if on_cpu else None
     config = EngineConfig(model_config=model_config, **given)
     logger.info(
         "%s: weights %s on %s, context %d, %d tokens a step, depth %d",
@@ -173,9 +184,9 @@ def _attention_backend(asked: str, device: str) -> str:
     has_triton = importlib.util.find_spec("triton") is not None
     if asked == AUTO:
         return "triton" if device == "cuda" and has_triton else "torch"
-    if asked == "triton" and device != "cuda":
+    if asked in ("triton", "flash_attn") and device != "cuda":
         raise InvalidConfigError(
-            "attention_backend 'triton' needs a GPU: leave it at auto, or give device 'cuda'"
+            f"attention_backend {asked!r} needs a GPU: leave it at auto, or give device 'cuda'"
         )
     if asked == "triton" and not has_triton:
         raise InvalidConfigError(
@@ -194,6 +205,8 @@ def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:
         raise InvalidConfigError(
             f"max_model_len {given['max_model_len']} exceeds the model's context of {limit} tokens"
         )
+    if given["max_num_seqs"] == AUTO:
+        given["max_num_seqs"] = NUM_SEQS[given["device"]]
     if given["depth"] == AUTO:
         given["depth"] = PIPELINE_DEPTH[given["device"]]
     if given["max_num_batched_tokens"] == AUTO:
@@ -207,7 +220,7 @@ def _default_kv_memory(given: Mapping[str, Any], model_config: ModelConfig) -> i
     """A quarter of the free memory, at most 4 GiB, and no more than all slots could ever fill."""
     import psutil
 
-    wide = given["dtype"] == "float32" or (given["device"] == "cpu" and given["dtype"] == "float16")
+    wide = given["dtype"] != "bfloat16"  # float16 weights are multiplied, and cached, in float32
     bytes_per_token = model_config.num_layers * model_config.kv_layout.bytes_per_token(
         4 if wide else 2
     )

@@ -15,7 +15,7 @@ def test_every_option_explains_itself() -> None:
     for name, option in options.items():
         assert option["help"].endswith("."), name
         assert option["help"][0].isupper() or option["help"][0] == "-", name
-        assert option["kind"] in (str, int, bool), name
+        assert option["kind"] in (str, int, float, bool), name
         assert not option["choices"] or option["default"] in (AUTO, *option["choices"]), name
 
 
@@ -55,3 +55,9 @@ def test_whole_prompts_must_fit_a_step() -> None:
     with pytest.raises(InvalidConfigError, match=r"\(64\).*\(256\)"):
         make_config(enable_chunked_prefill=False)
     make_config(enable_chunked_prefill=False, max_num_batched_tokens=256)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])
+def test_a_share_of_memory_that_can_not_be(share: float) -> None:
+    with pytest.raises(InvalidConfigError, match="gpu_memory_utilization"):
+        make_config(gpu_memory_utilization=share)

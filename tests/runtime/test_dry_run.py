@@ -27,6 +27,7 @@ def make_config(**options: Any) -> EngineConfig:
         "attention_backend": "torch",
         "max_model_len": 2048,
         "kv_cache_memory": 2**30,
+        "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
         "depth": 2,
         "dry_run": True,

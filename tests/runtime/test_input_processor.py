@@ -37,6 +37,7 @@ CONFIG = EngineConfig(
     attention_backend="torch",
     max_model_len=64,
     kv_cache_memory=1,
+    max_num_seqs=64,
     max_num_batched_tokens=64,
     depth=1,
     block_size=4,

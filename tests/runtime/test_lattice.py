@@ -215,17 +215,17 @@ def test_a_step_that_fails_while_it_admits_leaves_no_trace_in_the_cache() -> Non
     engine = tiny_engine(depth=2, block_size=4, max_num_seqs=1)
     generate(engine, [shared], params)
     state = engine._executor._runner.state  # type: ignore[attr-defined]
-    original, calls = state._admit, []
+    original, calls = state.take_in, []
 
-    def failing(admission: object) -> None:
-        calls.append(admission)
+    def failing(batch: object) -> None:
+        calls.append(batch)
         raise RuntimeError("the device is out of memory")
 
-    state._admit = failing
+    state.take_in = failing
     engine.add_request("x", PROMPTS[1], params)
     assert run(engine)["x"].outputs[0].finish_reason == "error"
     assert len(calls) == 1
-    state._admit = original
+    state.take_in = original
     engine.add_request("again", shared, params)
     again = run(engine)["again"]
     assert again.num_cached_tokens > 0

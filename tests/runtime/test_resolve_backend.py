@@ -25,9 +25,10 @@ def test_auto_on_a_gpu_is_triton_where_it_is_installed(has_triton: bool) -> None
     assert resolve._attention_backend("torch", "cuda") == "torch"
 
 
-def test_triton_on_a_cpu_is_refused(has_triton: bool) -> None:
-    with pytest.raises(InvalidConfigError, match="needs a GPU"):
-        resolve._attention_backend("triton", "cpu")
+@pytest.mark.parametrize("asked", ["triton", "flash_attn"])
+def test_a_gpus_backend_on_a_cpu_is_refused(asked: str, has_triton: bool) -> None:
+    with pytest.raises(InvalidConfigError, match=f"{asked}.* needs a GPU"):
+        resolve._attention_backend(asked, "cpu")
 
 
 def test_triton_that_is_not_installed_is_named(has_triton: bool) -> None:

@@ -6,6 +6,7 @@ Each function has the arguments of its namesake in ``mini_infer.kernels.referenc
 
 from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
+from mini_infer.kernels.triton.decode_inputs import decode_inputs
 from mini_infer.kernels.triton.flash_decoding import decode_attention
 from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
@@ -14,6 +15,7 @@ from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, is_skinn
 __all__ = [
     "add_linear_",
     "decode_attention",
+    "decode_inputs",
     "gated_linear",
     "is_skinny",
     "linear",

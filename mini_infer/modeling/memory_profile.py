@@ -1,0 +1,123 @@
+"""How many KV blocks fit beside everything else that a GPU has to hold: measured, not guessed.
+
+The largest step that the scheduler can ask for runs once, through the same code as any other, and
+two graphs are recorded; what they took is left free. vLLM sizes its cache the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import OutOfMemoryError
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.modeling.cuda_graphs import graph_sizes
+from mini_infer.modeling.kv_memory import bytes_per_block
+
+if TYPE_CHECKING:
+    from mini_infer.modeling.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+SLACK = 256 * 2**20
+"""Left free for what no profile sees: fragments between the allocator's blocks."""
+
+DEMANDING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    allowed_token_ids=[0, 1, 2],
+    logprobs=20,
+    prompt_logprobs=20,
+)
+"""Everything that takes memory in a step."""
+
+
+def num_blocks_beside_steps(runner: ModelRunner) -> int:
+    """KV blocks for ``gpu_memory_utilization``, once weights are loaded.
+
+    Raises:
+        OutOfMemoryError: not even one block is left.
+    """
+    config = runner.config
+    size = bytes_per_block(config, runner.model.kv_layout, runner.dtype)
+    runner.init_cache(1)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    graph_bytes = _graph_bytes(runner)
+    step_bytes = _step_bytes(runner)
+    runner.caches = []
+    torch.cuda.empty_cache()
+    limit = int(total * config.gpu_memory_utilization)
+    others = total - free
+    left = min(limit - others, free) - graph_bytes - step_bytes - SLACK
+    demand = config.max_num_seqs * config.max_blocks_per_request
+    count = min(left // size - 1, demand)  # one more belongs to the graphs' surplus rows
+    gib = 2**30
+    logger.info(
+        "GPU memory %.1f GiB, of which %.1f held, %.2f for the largest step, %.2f for graphs: "
+        "%d KV blocks of %d tokens",
+        *(total / gib, others / gib, step_bytes / gib, graph_bytes / gib),
+        *(count, config.block_size),
+    )
+    if count < 1:
+        raise OutOfMemoryError(
+            f"no memory is left for a KV cache: {others / gib:.1f} of {total / gib:.1f} GiB are "
+            f"held by weights and other programs, steps and graphs take "
+            f"{(step_bytes + graph_bytes) / gib:.1f}: raise gpu_memory_utilization "
+            f"({config.gpu_memory_utilization}), lower max_num_seqs or max_num_batched_tokens, or "
+            f"use a smaller model"
+        )
+    return count
+
+
+def _graph_bytes(runner: ModelRunner) -> int:
+    """Of all graphs: the largest holds the memory that they share, each further one its own."""
+    sizes = graph_sizes(runner.config.max_num_seqs)
+    taken = []
+    for some in sizes[-1:], sizes[-2:]:
+        before, _ = torch.cuda.mem_get_info()
+        runner.capture_graphs(some)
+        after, _ = torch.cuda.mem_get_info()
+        taken.append(max(0, before - after))
+        runner.drop_graphs()
+        torch.cuda.empty_cache()
+    return taken[0] + max(0, taken[1] - taken[0]) * (len(sizes) - 1)
+
+
+def _step_bytes(runner: ModelRunner) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    runner.execute(largest_step(runner.config)).result()
+    return torch.cuda.max_memory_reserved() - before
+
+
+def largest_step(config: EngineConfig) -> ScheduledBatch:
+    """As many rows and tokens as a step can have, each row with every option that takes memory.
+
+    All rows share block 0: what they compute is of no interest.
+    """
+    num_rows = min(config.max_num_seqs, config.max_step_tokens)
+    length = min(config.max_step_tokens // num_rows, config.max_model_len - 1)
+    longest = min(config.max_step_tokens - (num_rows - 1) * length, config.max_model_len - 1)
+    lengths = [longest] + [length] * (num_rows - 1)
+    num_blocks = [-(-each // config.block_size) for each in lengths]
+    return ScheduledBatch(
+        step_id=-1,
+        chunks=tuple(
+            Chunk(str(slot), slot, 0, each, new_block_ids=(0,) * count)
+            for slot, (each, count) in enumerate(zip(lengths, num_blocks, strict=True))
+        ),
+        admissions=tuple(
+            Admission(str(slot), slot, (0,) * each, each, DEMANDING, seed=0, stop_token_ids=(0,))
+            for slot, each in enumerate(lengths)
+        ),
+    )
