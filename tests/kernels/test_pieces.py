@@ -64,9 +64,9 @@ def rows_kernel(
 
 
 @triton.jit
-def bounds_kernel(out, base, cached, count):
+def bounds_kernel(out, lowest, cached, count, align: tl.constexpr):
     """First key and end of each piece of a row."""
-    start, end = pieces.piece_bounds(base, cached, tl.program_id(0), count)
+    start, end = pieces.piece_bounds(lowest, cached, tl.program_id(0), count, align)
     tl.store(out + tl.program_id(0) * 2, start)
     tl.store(out + tl.program_id(0) * 2 + 1, end)
 
@@ -120,17 +120,21 @@ def test_every_row_has_pieces_in_order(contexts: list[int], window: int, aim: in
     assert found == expected
 
 
-@pytest.mark.parametrize(("base", "cached"), [(0, 0), (0, 15), (0, 1000), (32, 40), (160, 5000)])
+@pytest.mark.parametrize(("lowest", "cached"), [(0, 0), (0, 15), (0, 1000), (33, 40), (170, 5000)])
 @pytest.mark.parametrize("count", [1, 7])
-def test_the_pieces_of_a_row_are_even_and_cover_it(base: int, cached: int, count: int) -> None:
+@pytest.mark.parametrize("align", [1, 16, 64])
+def test_the_pieces_of_a_row_are_even_and_cover_it(
+    lowest: int, cached: int, count: int, align: int
+) -> None:
+    unit = max(align, 16)
     out = torch.empty(count, 2, dtype=torch.int32, device=DEVICE)
-    bounds_kernel[count,](out, base, cached, count)
+    bounds_kernel[count,](out, lowest, cached, count, align)
     bounds = out.tolist()
-    assert bounds[0][0] == base
+    assert lowest - unit < bounds[0][0] <= lowest
     assert bounds[-1][1] == cached
-    assert all(end == start for (_, end), (start, _) in pairwise(bounds))
+    assert all(end == start and end % unit == 0 for (_, end), (start, _) in pairwise(bounds))
     sizes = [end - start for start, end in bounds[:-1]]
-    assert not sizes or max(sizes) - min(sizes) <= 16
+    assert not sizes or max(sizes) - min(sizes) <= unit
 
 
 def test_a_long_row_beside_short_ones_gets_its_share() -> None:

@@ -21,8 +21,8 @@ from mini_infer.kernels.triton.launch import (
     shared_memory,
     starts_early,
 )
-from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
-from mini_infer.kernels.triton.pieces import ALIGNMENT, find_piece, piece_bounds, seen_keys
+from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_slots, load_tile
+from mini_infer.kernels.triton.pieces import find_piece, piece_bounds, seen_keys
 from mini_infer.kernels.triton.rotary import (
     inverse_rms,
     load_angles,
@@ -57,16 +57,16 @@ def decode_kernel(
     aim,
     table_stride,
     qkv_stride,
-    block_stride,
-    token_stride,
-    head_stride,
     scale_log2,
     eps,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     norms: tl.constexpr,
     window: tl.constexpr,
+    token_stride: tl.constexpr,
+    head_stride: tl.constexpr,
     block_size: tl.constexpr,
+    align: tl.constexpr,
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -96,16 +96,15 @@ def decode_kernel(
     slot = tl.load(slot_mapping + row).to(tl.int64)
     # The new key is not in the cache yet: context - 1 keys are.
     lowest = context - seen_keys(context, 1, window)
-    start, end = piece_bounds(lowest // ALIGNMENT * ALIGNMENT, context - 1, index, count)
+    start, end = piece_bounds(lowest, context - 1, index, count, align)
 
     table = block_table + row.to(tl.int64) * table_stride
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
-    blocks = block_ids(table, start, end, block_size, tile_keys)
-    next_blocks = block_ids(table, start + tile_keys, end, block_size, tile_keys)
-    offsets = key_offsets(blocks, start, block_stride, token_stride, block_size, tile_keys)
-    k = load_tile(k_head, offsets, start, end, head_dim, padded_dim, tile_keys, True)
-    v = load_tile(v_head, offsets, start, end, head_dim, padded_dim, tile_keys, True)
+    slots = key_slots(table, start, end, block_size, tile_keys, align)
+    next_slots = key_slots(table, start + tile_keys, end, block_size, tile_keys, align)
+    k = load_tile(k_head, slots, token_stride, start, end, head_dim, padded_dim, tile_keys, True)
+    v = load_tile(v_head, slots, token_stride, start, end, head_dim, padded_dim, tile_keys, True)
 
     rows = tl.arange(0, tile_rows)
     dims = tl.arange(0, padded_dim)
@@ -139,18 +138,21 @@ def decode_kernel(
     keys = start + tl.arange(0, tile_keys)[None, :]
     visible = (keys >= lowest) & (keys < end)
     acc, row_sum, row_max = attend_tile(acc, row_sum, row_max, q, k, v, visible, scale_log2, True)
-    blocks = next_blocks
+    slots = next_slots
     for first_key in range(start + tile_keys, end, tile_keys):
         # A tile ahead, so that the address of a key is known when its load is due.
-        next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
-        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
-        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
-        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        k = load_tile(
+            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+        )
+        v = load_tile(
+            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+        )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
         acc, row_sum, row_max = attend_tile(
             acc, row_sum, row_max, q, k, v, keys < end, scale_log2, True
         )
-        blocks = next_blocks
+        slots = next_slots
 
     if index == count - 1:
         key = token + (num_heads + kv_head) * head_dim
@@ -163,7 +165,7 @@ def decode_kernel(
             new_k = scale_head(new_k, k_scale, k_weight[None, :])
             new_swapped = scale_head(new_swapped, k_scale, k_weight_swapped[None, :])
         new_k = rotate(new_k, new_swapped, cos[None, :], sin[None, :])
-        place = slot // block_size * block_stride + slot % block_size * token_stride
+        place = slot * token_stride
         tl.store(k_head + place + dims[None, :], new_k, mask=is_dim[None, :])
         tl.store(v_head + place + dims[None, :], new_v, mask=is_dim[None, :])
         score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
@@ -197,9 +199,9 @@ def decode_attention(
     """See ``reference.attend``, for steps of one query a row: ``qkv [R, H + 2 Hkv, D]``.
 
     Returns ``[R, H * D]``. ``qkv`` is contiguous within a row and has the dtype of the caches,
-    whose strides are equal. Every row owns its slot, except that padded rows (context 1) may share
-    one. What ``meta`` and ``rope`` hold must have been written before the first kernel of the step
-    that starts early.
+    which are laid out alike, block after block. Every row owns its slot, except that padded rows
+    (context 1) may share one. What ``meta`` and ``rope`` hold must have been written before the
+    first kernel of the step that starts early.
     """
     num_rows, total_heads, head_dim = qkv.shape
     num_kv_heads, device = k_cache.shape[2], qkv.device
@@ -236,14 +238,16 @@ def decode_attention(
         plan.aim,
         meta.block_table.stride(0),
         qkv.stride(0),
-        *k_cache.stride()[:3],
         scale * math.log2(math.e),
         eps,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         norms=qk_norm is not None,
         window=window,
+        token_stride=k_cache.stride(1),
+        head_stride=k_cache.stride(2),
         block_size=k_cache.shape[1],
+        align=key_alignment(k_cache.shape[1], plan.tiles.keys),
         head_dim=head_dim,
         padded_dim=power_of_two(max(head_dim, 16)),
         tile_rows=plan.tiles.rows,

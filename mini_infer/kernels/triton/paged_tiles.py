@@ -3,32 +3,50 @@
 import triton
 import triton.language as tl
 
+MOST_LOOKUPS = 8
+
+
+def key_alignment(block_size: int, tile_keys: int) -> int:
+    """Where tiles must begin for ``key_slots``, in keys: blocks, or parts of one, fill a tile."""
+    unit = min(block_size, tile_keys)
+    whole = tile_keys % unit == 0 and block_size % unit == 0 and tile_keys // unit <= MOST_LOOKUPS
+    return unit if whole else 1
+
 
 @triton.jit
-def block_ids(table, first_key, end_key, block_size: tl.constexpr, tile_keys: tl.constexpr):
-    """Block of each key of a tile ``[tile_keys]``. Past the context the table is not looked at."""
-    keys = first_key + tl.arange(0, tile_keys)
-    return tl.load(table + keys // block_size, mask=keys < end_key, other=0)
-
-
-@triton.jit
-def key_offsets(
-    blocks,
+def key_slots(
+    table,
     first_key,
-    block_stride,
-    token_stride,
+    end_key,
     block_size: tl.constexpr,
     tile_keys: tl.constexpr,
+    align: tl.constexpr,
 ):
-    """Where each key of a tile, and its value, begins ``[tile_keys]``, in elements."""
-    keys = first_key + tl.arange(0, tile_keys)
-    return blocks.to(tl.int64) * block_stride + (keys % block_size) * token_stride
+    """Where the keys of a tile lie ``[tile_keys]``, in tokens from the start of the cache.
+
+    ``first_key`` is a multiple of ``align``, see ``key_alignment``. If that is 1, each key's block
+    is looked up, else each block once. Past ``end_key`` the table is not looked at.
+    """
+    keys = tl.arange(0, tile_keys)
+    if align == 1:
+        keys += first_key
+        blocks = tl.load(table + keys // block_size, mask=keys < end_key, other=0)
+        return blocks * block_size + keys % block_size
+    slots = keys % align
+    if align < block_size:
+        slots += first_key % block_size
+    for part in tl.static_range(tile_keys // align):
+        key = first_key + part * align
+        block = tl.load(table + key // block_size, mask=key < end_key, other=0)
+        slots = tl.where(keys // align == part, slots + block * block_size, slots)
+    return slots
 
 
 @triton.jit
 def load_tile(
     head_cache,
-    offsets,
+    slots,
+    token_stride,
     first_key,
     end_key,
     head_dim: tl.constexpr,
@@ -38,7 +56,7 @@ def load_tile(
 ):
     """Keys or values of one head ``[tile_keys, padded_dim]``, zeros where none are."""
     dims = tl.arange(0, padded_dim)
-    pointers = head_cache + offsets[:, None] + dims[None, :]
+    pointers = head_cache + slots.to(tl.int64)[:, None] * token_stride + dims[None, :]
     if not masked and head_dim == padded_dim:
         return tl.load(pointers)
     inside = dims[None, :] < head_dim

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 
 SCANNED_ROWS = tl.constexpr(256)
-ALIGNMENT = tl.constexpr(16)
-"""Pieces begin at multiples of this many keys, so that few of them share a block."""
 
 
 @triton.jit
@@ -42,14 +40,17 @@ def count_pieces(context, query_len, query_limit, share, window: tl.constexpr):
 
 
 @triton.jit
-def piece_bounds(base, cached, index, count):
-    """First key and end of a row's piece, of those from ``base`` up to ``cached``.
+def piece_bounds(lowest, cached, index, count, align: tl.constexpr):
+    """First key and end of a row's piece, of those from ``lowest`` up to ``cached``.
 
-    The pieces of a row differ by ``ALIGNMENT`` keys at most; ``base`` is a multiple of that.
+    Pieces begin at multiples of ``align`` and of 16, so that few share a block; the first one may
+    begin below ``lowest``.
     """
-    units = tl.cdiv(cached - base, ALIGNMENT)
-    start = base + units * index // count * ALIGNMENT
-    end = base + units * (index + 1) // count * ALIGNMENT
+    unit: tl.constexpr = align if align > 16 else 16
+    base = lowest // unit * unit
+    units = tl.cdiv(cached - base, unit)
+    start = base + units * index // count * unit
+    end = base + units * (index + 1) // count * unit
     return start, tl.minimum(end, cached)
 
 
@@ -92,6 +93,11 @@ def find_piece(
 
     That number is 0 where there are fewer pieces in all.
     """
+    if single and num_rows == 1:  # a lone request is in the greatest hurry
+        context = tl.load(seqlens_k).to(tl.int32)
+        share = tl.maximum(tl.cdiv(seen_keys(context, 1, window), aim), least_keys)
+        pieces = count_pieces(context, 1, 1, share, window)
+        return num_rows - 1, piece, tl.where(piece < pieces, pieces, 0)
     share = average_keys(
         seqlens_k, cu_seqlens_q, num_rows, query_limit, aim, window, least_keys, single
     )

@@ -21,9 +21,8 @@ from mini_infer.kernels.triton.launch import (
     shared_memory,
     starts_early,
 )
-from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
+from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_slots, load_tile
 from mini_infer.kernels.triton.pieces import (
-    ALIGNMENT,
     find_piece,
     find_row,
     piece_bounds,
@@ -91,14 +90,14 @@ def split_kernel(
     table_stride,
     q_token_stride,
     q_head_stride,
-    block_stride,
-    token_stride,
-    head_stride,
     scale_log2,
     num_heads: tl.constexpr,
     group: tl.constexpr,
     window: tl.constexpr,
+    token_stride: tl.constexpr,
+    head_stride: tl.constexpr,
     block_size: tl.constexpr,
+    align: tl.constexpr,
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -137,20 +136,23 @@ def split_kernel(
     position = context - query_len + token
 
     lowest = context - seen_keys(context, query_len, window)
-    start, end = piece_bounds(lowest // ALIGNMENT * ALIGNMENT, context, index, count)
+    start, end = piece_bounds(lowest, context, index, count, align)
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
     table = block_table + row.to(tl.int64) * table_stride
     # Loaded a tile ahead, so that the address of a key is known when its load is due.
-    blocks = block_ids(table, start, end, block_size, tile_keys)
+    slots = key_slots(table, start, end, block_size, tile_keys, align)
     acc = tl.zeros([tile_rows, padded_dim], tl.float32)
     row_sum = tl.zeros([tile_rows], tl.float32)
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, end, tile_keys):
-        next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
-        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
-        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
-        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        k = load_tile(
+            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+        )
+        v = load_tile(
+            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+        )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
         visible = (keys < end) & (keys <= position[:, None])
         if window > 0:
@@ -158,7 +160,7 @@ def split_kernel(
         acc, row_sum, row_max = attend_tile(
             acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
-        blocks = next_blocks
+        slots = next_slots
     seen = row_sum > 0.0  # not where all keys of the piece are newer than the query
     result = acc / tl.where(seen, row_sum, 1.0)[:, None]
     if count == 1:
@@ -279,12 +281,14 @@ def attend_short(
         meta.block_table.stride(0),
         q.stride(0),
         q.stride(1),
-        *k_cache.stride()[:3],
         scale * math.log2(math.e),
         num_heads=num_heads,
         group=group,
         window=window,
+        token_stride=k_cache.stride(1),
+        head_stride=k_cache.stride(2),
         block_size=k_cache.shape[1],
+        align=key_alignment(k_cache.shape[1], plan.tiles.keys),
         head_dim=head_dim,
         padded_dim=power_of_two(max(head_dim, 16)),
         tile_rows=plan.tiles.rows,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.kernels.triton.launch import power_of_two, shared_memory
-from mini_infer.kernels.triton.paged_tiles import attend_tile, block_ids, key_offsets, load_tile
+from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_slots, load_tile
 from mini_infer.kernels.triton.tiles import Tiles, fit
 
 
@@ -28,16 +28,16 @@ def tiled_kernel(
     table_stride,
     q_token_stride,
     q_head_stride,
-    block_stride,
-    token_stride,
-    head_stride,
     scale_log2,
     query_limit,
     num_rows,
     num_heads: tl.constexpr,
     group: tl.constexpr,
     window: tl.constexpr,
+    token_stride: tl.constexpr,
+    head_stride: tl.constexpr,
     block_size: tl.constexpr,
+    align: tl.constexpr,
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -81,7 +81,7 @@ def tiled_kernel(
     end = tl.minimum(first_position + tile_tokens, context)
     start = 0
     if window > 0:
-        start = tl.maximum(first_position - window + 1, 0)
+        start = tl.maximum(first_position - window + 1, 0) // align * align
         seen_by_all = start
     else:
         seen_by_all = (first_position + 1) // tile_keys * tile_keys
@@ -89,22 +89,28 @@ def tiled_kernel(
     v_head = v_cache + kv_head * head_stride
     table = block_table + tl.cast(low, tl.int64) * table_stride
     # Loaded a tile ahead, so that the address of a key is known when its load is due.
-    blocks = block_ids(table, start, end, block_size, tile_keys)
+    slots = key_slots(table, start, end, block_size, tile_keys, align)
     acc = tl.zeros([tile_rows, padded_dim], tl.float32)
     row_sum = tl.zeros([tile_rows], tl.float32)
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, seen_by_all, tile_keys):
-        next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
-        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
-        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, False)
-        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, False)
+        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        k = load_tile(
+            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
+        )
+        v = load_tile(
+            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
+        )
         acc, row_sum, row_max = attend_tile(acc, row_sum, row_max, q, k, v, True, scale_log2, False)
-        blocks = next_blocks
+        slots = next_slots
     for first_key in range(seen_by_all, end, tile_keys):
-        next_blocks = block_ids(table, first_key + tile_keys, end, block_size, tile_keys)
-        offsets = key_offsets(blocks, first_key, block_stride, token_stride, block_size, tile_keys)
-        k = load_tile(k_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
-        v = load_tile(v_head, offsets, first_key, end, head_dim, padded_dim, tile_keys, True)
+        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        k = load_tile(
+            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+        )
+        v = load_tile(
+            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+        )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
         visible = (keys < end) & (keys <= position[:, None])
         if window > 0:
@@ -112,17 +118,21 @@ def tiled_kernel(
         acc, row_sum, row_max = attend_tile(
             acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
-        blocks = next_blocks
+        slots = next_slots
     target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim
     out = (acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + target[:, None] + dims[None, :], out, mask=inside)
 
 
 def long_tiles(head_bytes: int, group: int, shared_memory: int) -> Tiles:
-    """Tiles of ``tiled_kernel``: the fastest of those tried on an H200, or what fits."""
+    """Tiles of ``tiled_kernel``: the fastest of those tried on an H200, or what fits.
+
+    Two programs of a processor take turns: one multiplies while the other has its softmax. That is
+    worth a few spilled registers.
+    """
     rows = max(128 if head_bytes <= 512 else 64, power_of_two(group))
     if head_bytes <= 256:
-        tiles = Tiles(rows, 64, num_warps=8, num_stages=3)
+        tiles = Tiles(rows, 64, num_warps=8, num_stages=2, max_registers=128)
     else:
         tiles = Tiles(rows, 32, num_warps=8 if rows >= 128 else 4, num_stages=4)
     return fit(tiles, head_bytes, shared_memory)
@@ -154,18 +164,21 @@ def attend_long(
         meta.block_table.stride(0),
         q.stride(0),
         q.stride(1),
-        *k_cache.stride()[:3],
         scale * math.log2(math.e),
         query_limit,
         num_rows,
         num_heads=num_heads,
         group=group,
         window=window,
+        token_stride=k_cache.stride(1),
+        head_stride=k_cache.stride(2),
         block_size=k_cache.shape[1],
+        align=key_alignment(k_cache.shape[1], tiles.keys),
         head_dim=head_dim,
         padded_dim=power_of_two(max(head_dim, 16)),
         tile_rows=tiles.rows,
         tile_keys=tiles.keys,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        maxnreg=tiles.max_registers,
     )

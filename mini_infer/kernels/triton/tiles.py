@@ -13,6 +13,8 @@ class Tiles:
     keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Of a thread, where the compiler would take more and leave room for fewer programs."""
 
 
 def fit(tiles: Tiles, head_bytes: int, shared_memory: int) -> Tiles:
