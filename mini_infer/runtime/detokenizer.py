@@ -40,7 +40,8 @@ class IncrementalDetokenizer:
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int] = ()) -> None:
         self._bytes_of = texts.__getitem__
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unread = b""
+        """The beginning of a character whose other bytes are yet to come."""
         self._strip_space = texts.strips_leading_space and not any(
             map(self._bytes_of, prompt_token_ids)
         )
@@ -51,8 +52,14 @@ class IncrementalDetokenizer:
         if self._strip_space and data:
             data = data.removeprefix(b" ")
             self._strip_space = False
-        return self._decoder.decode(data)
+        return self._decode(data)
 
     def flush(self) -> str:
         """What an incomplete last character becomes: U+FFFD, or "" when nothing waits."""
-        return self._decoder.decode(b"", final=True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._unread + data
+        text, num_read = codecs.utf_8_decode(data, "replace", final)
+        self._unread = data[num_read:]
+        return text

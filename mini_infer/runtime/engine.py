@@ -79,16 +79,25 @@ class LLMEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        stream: bool = True,
     ) -> None:
         """Tokenises, checks and queues a request.
+
+        Without ``stream`` each choice has one delta, at its end.
 
         Raises:
             InvalidRequestError: the request can't be served as it stands, or its id is in use.
             PolicyError: a user's scheduling policy failed on it.
         """
+        process = self.input_processor.process
         self.add(
-            self.input_processor.process(
-                request_id, prompt, params, priority=priority, cache_salt=cache_salt
+            process(
+                request_id,
+                prompt,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                stream=stream,
             )
         )
 

@@ -47,11 +47,12 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     priorities: Sequence[int] | None = None,
+    stream: bool = True,
 ) -> list[list[int]]:
     """Runs all prompts together; returns their output token ids."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     for index, prompt in enumerate(prompts):
         priority = priorities[index] if priorities else 0
-        engine.add_request(str(index), prompt, each[index], priority=priority)
+        engine.add_request(str(index), prompt, each[index], priority=priority, stream=stream)
     outputs = run(engine)
     return [outputs[str(index)].outputs[0].token_ids for index in range(len(prompts))]

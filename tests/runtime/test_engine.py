@@ -121,6 +121,25 @@ def test_a_failing_step_ends_what_it_held_and_is_logged(
     ]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("how", ["abort", "error"])
+def test_a_request_that_is_not_streamed_ends_early_with_what_it_has(depth: int, how: str) -> None:
+    engine = fake_engine(depth=depth)
+    expected = expected_output(PROMPT, 50, frozenset())
+    engine.add_request("a", PROMPT, greedy(50, ignore_eos=True), stream=False)
+    for _ in range(6):
+        assert step(engine) == []
+    if how == "abort":
+        engine.abort("a")
+    else:
+        engine._executor.fail_at = set(range(100))  # type: ignore[attr-defined]
+    choice = run(engine)["a"].outputs[0]
+    assert choice.finish_reason == how
+    assert 0 < len(choice.token_ids) < 50
+    assert choice.token_ids == expected[: len(choice.token_ids)]
+    assert choice.text == ByteTokenizer().decode(choice.token_ids)
+
+
 def test_every_request_is_queued_once_and_finished_once() -> None:
     engine = fake_engine()
     seen: list[Event] = []

@@ -52,6 +52,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int]]:
     policy=st.sampled_from(["fcfs", "priority"]),
     seqs=st.sampled_from([1, 3, 8]),
     spare=st.integers(0, 12),
+    stream=st.booleans(),
 )
 def test_output_is_the_oracles_at_every_point_of_the_lattice(
     workload: tuple[list[list[int]], list[int], list[int]],
@@ -62,6 +63,7 @@ def test_output_is_the_oracles_at_every_point_of_the_lattice(
     policy: str,
     seqs: int,
     spare: int,
+    stream: bool,
 ) -> None:
     prompts, lengths, priorities = workload
     longest = max(len(p) + n - 1 for p, n in zip(prompts, lengths, strict=True))
@@ -75,7 +77,7 @@ def test_output_is_the_oracles_at_every_point_of_the_lattice(
         num_kv_blocks=-(-(longest + 1) // block_size) + spare // block_size,
     )
     params = [greedy(n) for n in lengths]
-    outputs = generate(engine, prompts, params, priorities)
+    outputs = generate(engine, prompts, params, priorities, stream)
     assert outputs == [oracle(p, q) for p, q in zip(prompts, params, strict=True)]
 
 
