@@ -49,6 +49,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FINISHED", 64)
     monkeypatch.setattr(kernels, "MAX_PARTS", 2)
     monkeypatch.setattr(kernels, "LISTED", 4)
+    monkeypatch.setattr(kernels, "SEGMENT", 8)
 
 
 def admitted(admissions: list[Admission], vocab_size: int = VOCAB) -> SamplingState:

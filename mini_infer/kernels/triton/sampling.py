@@ -1,9 +1,10 @@
 """From logits to tokens in two launches, whatever the batch's rows ask for.
 
 ``scan_kernel`` reads the logits once, each row by several programs, and leaves the best noisy token
-of every part of a row. ``finish_kernel`` takes the best of a row's parts; a row with top-k, top-p
-or min-p also finds the set that it keeps (``truncation``). What a row asks for is read on the
-device, so that a CUDA graph fits every batch of its size.
+of every part of a row; of a row with top-k, top-p or min-p also a summary of every segment.
+``finish_kernel`` takes the best of a row's parts, or finds the set that the row keeps
+(``truncation``). What a row asks for is read on the device, so that a CUDA graph fits every batch
+of its size.
 """
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.sampling import INTEGERS, REALS
-from mini_infer.kernels.triton.launch import num_sms, starts_early
+from mini_infer.kernels.triton.launch import num_sms, power_of_two, starts_early
 from mini_infer.kernels.triton.noise import (
     divide,
     negative_gumbel,
@@ -21,7 +22,7 @@ from mini_infer.kernels.triton.noise import (
     row_keys,
     token_of,
 )
-from mini_infer.kernels.triton.truncation import draw_truncated
+from mini_infer.kernels.triton.truncation import LOG2_E, draw_truncated
 
 SCANNED = 1024
 """Logits that a program of ``scan_kernel`` takes at a time."""
@@ -32,7 +33,8 @@ FINISHED = 4096
 """Logits that a program of ``finish_kernel`` takes at a time, where it has to read them."""
 FINISH_WARPS = 16
 LISTED = 2048
-"""Candidates at the edge of the kept set that are ranked one by one."""
+"""Candidates that are ranked one by one."""
+SEGMENT = 128
 
 ROW_POINTERS = ["slots_ptr", "num_tokens_ptr"]
 """Read a number at a time. Where rows are odd one is not aligned: no reason to compile again."""
@@ -76,9 +78,15 @@ def draw(
     wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms(device), num_rows)
     tiles_per_part = triton.cdiv(tiles, min(tiles, wanted, MAX_PARTS))
     num_parts = triton.cdiv(tiles, tiles_per_part)
+    num_segments = triton.cdiv(vocab_size, SEGMENT)
+    padded_segments = power_of_two(num_segments)
     best = torch.empty(num_rows, num_parts, dtype=torch.int64, device=device)
-    highest = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
+    segment_best = torch.empty(num_rows, num_segments, dtype=torch.int64, device=device)
+    segment_highest, segment_mass = torch.empty(
+        2, num_rows, num_segments, dtype=torch.float32, device=device
+    )
     candidates = torch.empty(num_rows, LISTED, dtype=torch.int64, device=device)
+    places = torch.empty(num_rows, padded_segments, dtype=torch.int32, device=device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     scan_kernel[num_parts, num_rows](
         logits,
@@ -91,10 +99,14 @@ def draw(
         integers.stride(0),
         token_hashes,
         best,
-        highest,
+        segment_best,
+        segment_highest,
+        segment_mass,
         vocab_size,
         tiles_per_part,
+        num_segments,
         tile=SCANNED,
+        segment=SEGMENT,
         early=early,
         num_warps=SCAN_WARPS,
         launch_pdl=early,
@@ -112,17 +124,23 @@ def draw(
         integers.stride(0),
         token_hashes,
         best,
-        highest,
+        segment_best,
+        segment_highest,
+        segment_mass,
         candidates,
+        places,
         token_ids,
         token_table,
         token_table.stride(0),
         token_table.shape[1],
         vocab_size,
         num_parts,
+        num_segments,
         padded_parts=MAX_PARTS,
+        padded_segments=padded_segments,
         tile=FINISHED,
         listed=LISTED,
+        segment=SEGMENT,
         early=early,
         num_warps=FINISH_WARPS,
         launch_pdl=early,
@@ -130,8 +148,16 @@ def draw(
     return token_ids
 
 
+@triton.jit
+def truncates(temperature, top_k, top_p, log_min_p):
+    """Does a row keep only some of its tokens?"""
+    return (temperature > 0.0) & (
+        (top_k > 0) | (top_p < float("inf")) | (log_min_p > float("-inf"))
+    )
+
+
 @triton.jit(
-    do_not_specialize=["reals_stride", "integers_stride", "tiles_per_part"],
+    do_not_specialize=["reals_stride", "integers_stride", "tiles_per_part", "num_segments"],
     do_not_specialize_on_alignment=ROW_POINTERS,
 )
 def scan_kernel(
@@ -145,22 +171,32 @@ def scan_kernel(
     integers_stride,
     hashes_ptr,
     best_ptr,
-    highest_ptr,
+    segment_best_ptr,
+    segment_highest_ptr,
+    segment_mass_ptr,
     vocab_size,
     tiles_per_part,
+    num_segments,
     tile: tl.constexpr,
+    segment: tl.constexpr,
     early: tl.constexpr,
 ):
-    """``best [R, parts]``: the rank key of the best noisy score; ``highest``: the largest logit.
+    """``best [R, parts]``: the rank key of the best noisy score, which without a temperature is the
+    largest logit.
 
-    Grid: (parts, rows). Without a temperature scores are the logits.
+    Of truncated rows also, ``[R, segments]``: the same, the largest logit, and the mass in units of
+    that. Grid: (parts, rows).
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
     part, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    temperature = tl.load(reals_ptr + slot * reals_stride + TEMPERATURE).to(tl.float32)
+    real = reals_ptr + slot * reals_stride
+    temperature = tl.load(real + TEMPERATURE).to(tl.float32)
+    top_p = tl.load(real + TOP_P).to(tl.float32)
+    log_min_p = tl.load(real + LOG_MIN_P).to(tl.float32)
     seed = tl.load(integers_ptr + slot * integers_stride + SEED)
+    top_k = tl.load(integers_ptr + slot * integers_stride + TOP_K)
     if early:
         tl.extra.cuda.gdc_wait()
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -170,8 +206,33 @@ def scan_kernel(
     # Each lane keeps its best; its ids ascend, so the first of equals stays. NaN stays too.
     best = tl.full([tile], float("-inf"), tl.float32)
     best_id = first + lanes
-    highest = best
-    if temperature > 0.0:
+    place = row * tl.num_programs(0) + part
+    if truncates(temperature, top_k, top_p, log_min_p):
+        reciprocal = tl.div_rn(1.0, temperature)
+        scale = LOG2_E / temperature
+        key0, key1 = row_keys(seed, tl.load(num_tokens_ptr + row).to(tl.int64))
+        in_tile = tl.arange(0, tile // segment)
+        offset = in_tile[:, None] * segment + tl.arange(0, segment)[None, :]
+        bests = tl.full([tile // segment], LOWEST_KEY, tl.int64)
+        for start in range(first, end, tile):
+            ids = start + offset
+            inside = ids < vocab_size
+            hashes = tl.load(hashes_ptr + ids, mask=inside, other=0).to(tl.uint32, bitcast=True)
+            x = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
+            score = divide(x, temperature, reciprocal) - negative_gumbel(hashes, key0, key1)
+            segment_best = tl.max(rank_key(score, ids), 1)
+            highest = tl.max(x, 1)
+            unit = tl.where(highest > float("-inf"), highest, 0.0)
+            mass = tl.sum(tl.exp2((x - unit[:, None]) * scale), 1)
+            index = start // segment + in_tile
+            target = row * num_segments + index
+            exists = index < num_segments
+            tl.store(segment_best_ptr + target, segment_best, mask=exists)
+            tl.store(segment_highest_ptr + target, highest, mask=exists)
+            tl.store(segment_mass_ptr + target, mass, mask=exists)
+            bests = tl.maximum(bests, segment_best)
+        tl.store(best_ptr + place, tl.max(bests, 0))
+    elif temperature > 0.0:
         reciprocal = tl.div_rn(1.0, temperature)
         key0, key1 = row_keys(seed, tl.load(num_tokens_ptr + row).to(tl.int64))
         for start in range(first, end, tile):
@@ -179,11 +240,11 @@ def scan_kernel(
             inside = ids < vocab_size
             hashes = tl.load(hashes_ptr + ids, mask=inside, other=0).to(tl.uint32, bitcast=True)
             x = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
-            highest = tl.maximum(highest, x)
             score = divide(x, temperature, reciprocal) - negative_gumbel(hashes, key0, key1)
             better = ((score > best) | (score != score)) & (best == best)
             best = tl.where(better, score, best)
             best_id = tl.where(better, ids, best_id)
+        tl.store(best_ptr + place, tl.max(rank_key(best, best_id), 0))
     else:
         for start in range(first, end, tile):
             ids = start + lanes
@@ -191,9 +252,7 @@ def scan_kernel(
             better = ((x > best) | (x != x)) & (best == best)
             best = tl.where(better, x, best)
             best_id = tl.where(better, ids, best_id)
-    place = row * tl.num_programs(0) + part
-    tl.store(best_ptr + place, tl.max(rank_key(best, best_id), 0))
-    tl.store(highest_ptr + place, tl.max(highest, 0))
+        tl.store(best_ptr + place, tl.max(rank_key(best, best_id), 0))
 
 
 @triton.jit(
@@ -203,6 +262,7 @@ def scan_kernel(
         "table_stride",
         "table_length",
         "num_parts",
+        "num_segments",
     ],
     do_not_specialize_on_alignment=ROW_POINTERS,
 )
@@ -217,23 +277,29 @@ def finish_kernel(
     integers_stride,
     hashes_ptr,
     best_ptr,
-    highest_ptr,
+    segment_best_ptr,
+    segment_highest_ptr,
+    segment_mass_ptr,
     candidates_ptr,
+    places_ptr,
     token_ids_ptr,
     table_ptr,
     table_stride,
     table_length,
     vocab_size,
     num_parts,
+    num_segments,
     padded_parts: tl.constexpr,
+    padded_segments: tl.constexpr,
     tile: tl.constexpr,
     listed: tl.constexpr,
+    segment: tl.constexpr,
     early: tl.constexpr,
 ):
     """A row's token, from its parts. Grid: (rows)."""
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     real = reals_ptr + slot * reals_stride
     temperature = tl.load(real + TEMPERATURE).to(tl.float32)
@@ -245,22 +311,24 @@ def finish_kernel(
         tl.extra.cuda.gdc_wait()
     position = tl.load(num_tokens_ptr + row).to(tl.int64)
     parts = tl.arange(0, padded_parts)
-    place = row * num_parts + parts
-    best = tl.max(tl.load(best_ptr + place, mask=parts < num_parts, other=LOWEST_KEY), 0)
-    truncates = (top_k > 0) | (top_p < float("inf")) | (log_min_p > float("-inf"))
-    if (temperature > 0.0) & truncates:
-        highest = tl.load(highest_ptr + place, mask=parts < num_parts, other=float("-inf"))
+    keys = tl.load(best_ptr + row * num_parts + parts, mask=parts < num_parts, other=LOWEST_KEY)
+    best = tl.max(keys, 0)
+    if truncates(temperature, top_k, top_p, log_min_p):
         score_key = (best >> 32).to(tl.int32)
-        infinite = order_key(tl.full([], float("inf"), tl.float32))
+        infinity = tl.full([], float("inf"), tl.float32)
         # The best of a row with NaN or infinity is that; one of only -inf keeps its first.
-        if (score_key < infinite) & (score_key > order_key(tl.full([], float("-inf"), tl.float32))):
+        if (score_key < order_key(infinity)) & (score_key > order_key(-infinity)):
             best = draw_truncated(
-                logits_ptr + row.to(tl.int64) * row_stride,
+                logits_ptr + row * row_stride,
                 hashes_ptr,
-                candidates_ptr + row.to(tl.int64) * listed,
+                candidates_ptr + row * listed,
+                places_ptr + row * padded_segments,
+                segment_highest_ptr + row * num_segments,
+                segment_mass_ptr + row * num_segments,
+                segment_best_ptr + row * num_segments,
+                num_segments,
                 vocab_size,
                 best,
-                tl.max(highest, 0),
                 temperature,
                 top_k,
                 top_p,
@@ -269,6 +337,8 @@ def finish_kernel(
                 position,
                 tile,
                 listed,
+                segment,
+                padded_segments,
             )
     token_id = token_of(best)
     tl.store(token_ids_ptr + row, token_id)
