@@ -54,6 +54,7 @@ class LLMEngine:
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self._pending_deltas: list[RequestDelta] = []
         self._submit_failed = False
+        self._froze_heap = False
 
     @classmethod
     def from_options(cls, **options: Any) -> "LLMEngine":
@@ -69,6 +70,7 @@ class LLMEngine:
             # of it, torch's hundreds of thousands of objects too, while a step waits 0.1 to 0.4 s.
             gc.collect()
             gc.freeze()
+            engine._froze_heap = True
         return engine
 
     def add_request(
@@ -157,7 +159,9 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Frees the executor's memory and processes; harmless when called twice."""
         self._executor.shutdown()
-        gc.unfreeze()
+        if self._froze_heap:
+            self._froze_heap = False
+            gc.unfreeze()
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         try:
