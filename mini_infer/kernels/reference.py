@@ -54,8 +54,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Stores ``k, v [T, Hkv, D]`` at flat slots of ``[num_blocks, block_size, Hkv, D]`` caches."""
-    k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k.to(k_cache.dtype)
-    v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v.to(v_cache.dtype)
+    block, offset = slot_mapping // k_cache.shape[1], slot_mapping % k_cache.shape[1]
+    k_cache[block, offset] = k.to(k_cache.dtype)
+    v_cache[block, offset] = v.to(v_cache.dtype)
 
 
 def paged_attention(

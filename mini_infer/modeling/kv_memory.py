@@ -49,17 +49,23 @@ def allocate_kv_cache(
             f"the KV cache of {num_blocks} blocks needs {size / 2**30:.1f} GiB, "
             f"{free / 2**30:.1f} GiB are free: lower kv_cache_memory or num_kv_blocks"
         )
-    heads = layout.num_kv_heads
-    # A token's keys and values lie side by side, so that one gather can read both.
-    shape = (num_blocks, config.block_size, 2 * heads, layout.head_dim)
+    heads, tokens = layout.num_kv_heads, config.block_size
+    # Zeros, not empty: a masked score times an uninitialised NaN would still be NaN.
     try:
-        # Zeros, not empty: a masked score times an uninitialised NaN would still be NaN.
-        pairs = (
-            torch.zeros(shape, dtype=dtype, device=config.device)
-            for _ in range(config.model_config.num_layers)
-        )
-        return [(pair[:, :, :heads], pair[:, :, heads:]) for pair in pairs]
+        if config.device == "cpu":
+            # A token's keys and values lie side by side, so that one gather can read both.
+            shape: tuple[int, ...] = num_blocks, tokens, 2 * heads, layout.head_dim
+            pairs = [_zeros(shape, dtype, config) for _ in range(config.model_config.num_layers)]
+            return [(pair[:, :, :heads], pair[:, :, heads:]) for pair in pairs]
+        # One program reads one head: its keys of a block are one piece of memory.
+        shape = num_blocks, 2, heads, tokens, layout.head_dim
+        pairs = [_zeros(shape, dtype, config) for _ in range(config.model_config.num_layers)]
+        return [(pair[:, 0].transpose(1, 2), pair[:, 1].transpose(1, 2)) for pair in pairs]
     except RuntimeError as error:
         raise OutOfMemoryError(
             f"the KV cache of {size} bytes could not be allocated: lower kv_cache_memory"
         ) from error
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, config: EngineConfig) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=config.device)
