@@ -20,7 +20,7 @@ from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState, Integers
 from mini_infer.modeling.sampler import draw
-from mini_infer.modeling.upload import to_device
+from mini_infer.modeling.upload import copy_to_device
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -103,7 +103,7 @@ class DecodeGraphs:
         inputs[:num_rows] = slots
         inputs[num_rows:size] = self._state.null_slot
         inputs[size : size + num_rows] = starts
-        self._inputs[: 2 * size].copy_(to_device(inputs, self._state.device))
+        copy_to_device(inputs, self._inputs[: 2 * size])
         self._graphs[size].replay()
         return self._token_ids[size][:num_rows], self._logits[:num_rows]
 

@@ -17,3 +17,9 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to_device(values: NDArray[Any], target: Tensor) -> None:
+    """Writes ``values`` into ``target``, a device tensor of their shape, without waiting."""
+    host = torch.from_numpy(values)
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
