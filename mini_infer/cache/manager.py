@@ -7,6 +7,9 @@ from mini_infer.cache.prefix_hash import extend_block_hashes
 from mini_infer.core.events import BlockEvicted, BlocksAllocated, BlocksReleased, EventStream
 from mini_infer.core.request import Request
 
+WORTH_WAITING = 256
+"""Tokens that are worth a step's wait: computing fewer beside others hardly lengthens a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
@@ -14,8 +17,13 @@ class PrefixMatch:
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
-    is_growing: bool = False
-    """The block after these is being computed for another request: soon it will match too."""
+    num_growing_tokens: int = 0
+    """Tokens of the blocks after these that others are computing: soon they will match too."""
+
+    def is_worth_waiting_for(self, num_tokens: int) -> bool:
+        """Is enough of what a request of ``num_tokens`` lacks being computed for others?"""
+        growing = self.num_growing_tokens
+        return growing >= WORTH_WAITING or 2 * growing >= num_tokens - self.num_tokens
 
 
 NO_MATCH = PrefixMatch()
@@ -82,15 +90,20 @@ class KVCacheManager:
         """
         if not self.looks_up(request):
             return NO_MATCH
+        hashes = self._hashes(request)[: (len(request.token_ids) - 1) // self.block_size]
         block_ids: list[int] = []
-        is_growing = False
-        for hash_ in self._hashes(request)[: (len(request.token_ids) - 1) // self.block_size]:
+        for hash_ in hashes:
             block_id = self._pool.lookup(hash_)
             if block_id is None:
-                is_growing = hash_ in self._computing
                 break
             block_ids.append(block_id)
-        return PrefixMatch(tuple(block_ids), len(block_ids) * self.block_size, is_growing)
+        num_growing = 0
+        for hash_ in hashes[len(block_ids) :]:
+            if hash_ not in self._computing:
+                break
+            num_growing += 1
+        size = self.block_size
+        return PrefixMatch(tuple(block_ids), len(block_ids) * size, num_growing * size)
 
     def blocks_needed(
         self, request: Request, num_new_tokens: int, prefix: PrefixMatch = NO_MATCH

@@ -261,8 +261,10 @@ class Scheduler:
         if not candidates:
             return False
         prefix = self.cache.match_prefix(request)
+        if prefix.is_worth_waiting_for(request.num_tokens):
+            return False
         lacking = self._blocks_lacking(request, prefix)
-        if prefix.is_growing or (lacking <= 0 and self._free_slots):
+        if lacking <= 0 and self._free_slots:
             return False
         reclaimable = sum(len(self.cache.block_table(c)) for c in candidates)
         # Where more is lacking, it could not enter even then.
@@ -297,14 +299,14 @@ class Scheduler:
         self._queues.move(request, RequestState.PREEMPTED)
 
     def _admit_from_outside(self, plan: StepPlan) -> None:
-        """Admits by rank. Whose prompt begins as one that is being computed (choices of one prompt
-        do) waits for that, to share its blocks; others may pass, but not take its slot."""
+        """Admits by rank. A request whose prompt begins as one that is being computed (choices of
+        one prompt do) waits to share it; others may pass, but not take its slot."""
         while plan.budget > 0 and len(self._free_slots) > self._queues.num_set_aside:
             request = self._queues.next_outside()
             if request is None:
                 break
             prefix = self.cache.match_prefix(request)
-            if prefix.is_growing:
+            if prefix.is_worth_waiting_for(request.num_tokens):
                 self._queues.set_aside(request)
                 continue
             if self._blocks_lacking(request, prefix) > 0:

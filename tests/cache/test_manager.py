@@ -175,18 +175,19 @@ def test_a_prefix_grows_while_another_request_computes_it() -> None:
     manager = manager_of()
     tokens = list(range(14))
     first, same = request_of("a", tokens), request_of("b", tokens)
-    assert not manager.match_prefix(same).is_growing
+    assert manager.match_prefix(same) == NO_MATCH
     manager.allocate(first, 8)  # its first chunk
-    assert manager.match_prefix(same) == PrefixMatch((), 0, is_growing=True)
+    assert manager.match_prefix(same) == PrefixMatch((), 0, num_growing_tokens=12)
     first.num_computed_tokens = 8
     manager.commit(first, 8)
     half = manager.match_prefix(same)
-    assert (half.num_tokens, half.is_growing) == (8, True)
-    assert not manager.match_prefix(request_of("c", [*tokens[:8], 99, 98, 97, 96, 95])).is_growing
+    assert (half.num_tokens, half.num_growing_tokens) == (8, 4)
+    other = manager.match_prefix(request_of("c", [*tokens[:8], 99, 98, 97, 96, 95]))
+    assert (other.num_tokens, other.num_growing_tokens) == (8, 0)
     manager.allocate(first, 6)
     manager.commit(first, 14)
     whole = manager.match_prefix(same)
-    assert (whole.num_tokens, whole.is_growing) == (12, False)
+    assert (whole.num_tokens, whole.num_growing_tokens) == (12, 0)
     manager.check_invariants()
 
 
@@ -198,7 +199,7 @@ def test_a_prefix_grows_no_more_when_its_request_gives_up() -> None:
     manager.commit(first, 4)
     manager.release(first)
     match = manager.match_prefix(same)
-    assert (match.num_tokens, match.is_growing) == (4, False)
+    assert (match.num_tokens, match.num_growing_tokens) == (4, 0)
     manager.check_invariants()
 
 

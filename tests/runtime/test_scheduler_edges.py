@@ -139,6 +139,22 @@ def test_who_waits_for_a_prefix_lets_others_pass_but_keeps_its_slot() -> None:
         assert outputs[name].outputs[0].token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("shared", "own", "waits"), [(8, 12, False), (12, 8, True), (256, 600, True), (252, 600, False)]
+)
+def test_only_a_prefix_that_is_worth_it_is_waited_for(shared: int, own: int, waits: bool) -> None:
+    engine = fake_engine(
+        block_size=4, max_num_batched_tokens=4096, max_model_len=1024, num_kv_blocks=1000
+    )
+    head = prompt_of(shared)
+    engine.add_request("first", [*head, *prompt_of(own, 1)], greedy(3))
+    engine.add_request("second", [*head, 1, *prompt_of(own, 2)], greedy(3))
+    step(engine)
+    (batch,) = engine._executor.batches  # type: ignore[attr-defined]
+    assert len(batch.chunks) == (1 if waits else 2)
+    assert run(engine)["second"].num_cached_tokens == (shared if waits else 0)
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_who_waits_for_a_prefix_that_never_comes_computes_it(failing: bool) -> None:
     engine = fake_engine(block_size=4, max_num_batched_tokens=8)
