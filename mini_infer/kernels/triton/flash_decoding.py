@@ -77,8 +77,10 @@ def decode_kernel(
     """One piece of one row's context, for the query heads of one key-value head.
 
     Grid: (key-value heads, pieces): programs that run side by side read neighbouring memory. The
-    last piece of a row owns its new token. Writes ``out [R, H, D]`` where it is the only one, else
-    ``partial [pieces, H, D]`` and ``log_sum [pieces, H]``, both float32.
+    last piece of a row owns its new token, which is not in the cache yet. Writes ``out [R, H, D]``
+    where a piece is the only one of its row, else ``partial [pieces, H, D]`` and ``log_sum
+    [pieces, H]``, both float32. A step of short contexts is all latency: what follows the wait is
+    kept short.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
@@ -94,17 +96,23 @@ def decode_kernel(
     context = tl.load(seqlens_k + row).to(tl.int32)
     position = tl.load(positions + row)
     slot = tl.load(slot_mapping + row).to(tl.int64)
-    # The new key is not in the cache yet: context - 1 keys are.
+    is_last = index == count - 1
     lowest = context - seen_keys(context, 1, window)
     start, end = piece_bounds(lowest, context - 1, index, count, align)
 
+    # The piece's last tile, which may be a part of one, stays in registers while the others pass.
+    tail = start + tl.maximum(tl.cdiv(end - start, tile_keys) - 1, 0) * tile_keys
     table = block_table + row.to(tl.int64) * table_stride
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
-    slots = key_slots(table, start, end, block_size, tile_keys, align)
-    next_slots = key_slots(table, start + tile_keys, end, block_size, tile_keys, align)
-    k = load_tile(k_head, slots, token_stride, start, end, head_dim, padded_dim, tile_keys, True)
-    v = load_tile(v_head, slots, token_stride, start, end, head_dim, padded_dim, tile_keys, True)
+    slots = key_slots(table, tail, end, block_size, tile_keys, align)
+    tail_k = load_tile(
+        k_head, slots, token_stride, tail, end, head_dim, padded_dim, tile_keys, True
+    )
+    tail_v = load_tile(
+        v_head, slots, token_stride, tail, end, head_dim, padded_dim, tile_keys, True
+    )
+    slots = key_slots(table, start, tail, block_size, tile_keys, align)
 
     rows = tl.arange(0, tile_rows)
     dims = tl.arange(0, padded_dim)
@@ -124,58 +132,60 @@ def decode_kernel(
 
     token = qkv_ptr + row.to(tl.int64) * qkv_stride
     source = token + head[:, None] * head_dim
+    key = token + (num_heads + kv_head) * head_dim
+    value = key + num_kv_heads * head_dim
     q = tl.load(source + dims[None, :], mask=inside, other=0.0)
     swapped = tl.load(source + other[None, :], mask=inside, other=0.0)
+    new_k = tl.load(key + dims, mask=is_dim, other=0.0)
+    new_swapped = tl.load(key + other, mask=is_dim, other=0.0)
+    new_v = tl.load(value + dims, mask=is_dim, other=0.0)
     if norms:
-        scale = inverse_rms(q, eps, head_dim)
+        scale = inverse_rms(q, 1, eps, head_dim)[:, None]
         q = scale_head(q, scale, q_weight[None, :])
         swapped = scale_head(swapped, scale, q_weight_swapped[None, :])
+        k_scale = inverse_rms(new_k, 0, eps, head_dim)
+        new_k = scale_head(new_k, k_scale, k_weight)
+        new_swapped = scale_head(new_swapped, k_scale, k_weight_swapped)
     q = rotate(q, swapped, cos[None, :], sin[None, :])
+    new_k = rotate(new_k, new_swapped, cos, sin)
+    place = slot * token_stride + dims
+    tl.store(k_head + place, new_k, mask=is_dim & is_last)
+    tl.store(v_head + place, new_v, mask=is_dim & is_last)
 
+    # The new key, if the piece has it, is where the online softmax begins.
+    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale_log2
+    row_max = tl.where(is_last, score, float("-inf"))
+    row_sum = tl.zeros([tile_rows], tl.float32) + tl.where(is_last, 1.0, 0.0)
     acc = tl.zeros([tile_rows, padded_dim], tl.float32)
-    row_sum = tl.zeros([tile_rows], tl.float32)
-    row_max = tl.full([tile_rows], float("-inf"), tl.float32)
-    keys = start + tl.arange(0, tile_keys)[None, :]
-    visible = (keys >= lowest) & (keys < end)
-    acc, row_sum, row_max = attend_tile(acc, row_sum, row_max, q, k, v, visible, scale_log2, True)
-    slots = next_slots
-    for first_key in range(start + tile_keys, end, tile_keys):
+    acc += tl.where(is_last, new_v.to(tl.float32), 0.0)[None, :]
+    for first_key in range(start, tail, tile_keys):
         # A tile ahead, so that the address of a key is known when its load is due.
-        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        next_slots = key_slots(table, first_key + tile_keys, tail, block_size, tile_keys, align)
         k = load_tile(
-            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
         )
         v = load_tile(
-            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
         )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
         acc, row_sum, row_max = attend_tile(
-            acc, row_sum, row_max, q, k, v, keys < end, scale_log2, True
+            acc, row_sum, row_max, q, k, v, keys >= lowest, scale_log2, window > 0
         )
         slots = next_slots
+    keys = tail + tl.arange(0, tile_keys)[None, :]
+    acc, row_sum, row_max = attend_tile(
+        acc,
+        row_sum,
+        row_max,
+        q,
+        tail_k,
+        tail_v,
+        (keys >= lowest) & (keys < end),
+        scale_log2,
+        True,
+    )
 
-    if index == count - 1:
-        key = token + (num_heads + kv_head) * head_dim
-        value = key + num_kv_heads * head_dim
-        new_k = tl.load(key + dims[None, :], mask=is_dim[None, :], other=0.0)
-        new_v = tl.load(value + dims[None, :], mask=is_dim[None, :], other=0.0)
-        new_swapped = tl.load(key + other[None, :], mask=is_dim[None, :], other=0.0)
-        if norms:
-            k_scale = inverse_rms(new_k, eps, head_dim)
-            new_k = scale_head(new_k, k_scale, k_weight[None, :])
-            new_swapped = scale_head(new_swapped, k_scale, k_weight_swapped[None, :])
-        new_k = rotate(new_k, new_swapped, cos[None, :], sin[None, :])
-        place = slot * token_stride
-        tl.store(k_head + place + dims[None, :], new_k, mask=is_dim[None, :])
-        tl.store(v_head + place + dims[None, :], new_v, mask=is_dim[None, :])
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
-        new_max = tl.maximum(row_max, score)
-        shrink, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max)
-        acc = acc * shrink[:, None] + weight[:, None] * new_v.to(tl.float32)
-        row_sum = row_sum * shrink + weight
-        row_max = new_max
-
-    result = acc / row_sum[:, None]
+    result = acc * (1.0 / row_sum)[:, None]
     if count == 1:
         target = out_ptr + (row.to(tl.int64) * num_heads + head[:, None]) * head_dim
         tl.store(target + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -39,10 +39,10 @@ def rotate(x, swapped, cos, sin):
 
 
 @triton.jit
-def inverse_rms(x, eps, head_dim: tl.constexpr):
-    """What scales each head of ``x [M, D]`` to a root-mean-square of one ``[M, 1]``."""
+def inverse_rms(x, axis: tl.constexpr, eps, head_dim: tl.constexpr):
+    """What scales the heads that lie along an axis of ``x`` to a root-mean-square of one."""
     wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, 1) / head_dim + eps)[:, None]
+    return tl.rsqrt(tl.sum(wide * wide, axis) / head_dim + eps)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def rotary_and_write_kernel(
     swapped = tl.load(source + other, mask=inside, other=0.0)
     turned, turned_swapped = x, swapped
     if norms:
-        scale = inverse_rms(x, eps, head_dim)
+        scale = inverse_rms(x, 1, eps, head_dim)[:, None]
         turned = scale_head(x, scale, weight)
         turned_swapped = scale_head(swapped, scale, swapped_weight)
     turned = rotate(turned, turned_swapped, cos, sin)

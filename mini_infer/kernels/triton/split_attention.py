@@ -68,7 +68,7 @@ def plan_splits(
     aim = max(1, PROGRAMS_PER_SM * sms // num_kv_heads)
     row_limit = max(1, (max_keys + LEAST_KEYS // 2) // LEAST_KEYS)
     keys = max(16, min(64, 64 * 256 // power_of_two(head_bytes)))
-    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps=4, num_stages=3)
+    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps=8, num_stages=3)
     num_pieces = min(aim + num_rows - 1, num_rows * row_limit)
     return SplitPlan(aim, num_pieces, num_pieces == num_rows, fit(tiles, head_bytes, memory))
 
@@ -162,7 +162,7 @@ def split_kernel(
         )
         slots = next_slots
     seen = row_sum > 0.0  # not where all keys of the piece are newer than the query
-    result = acc / tl.where(seen, row_sum, 1.0)[:, None]
+    result = acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None]
     if count == 1:
         target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim
         out = result.to(out_ptr.dtype.element_ty)
