@@ -19,8 +19,7 @@ from mini_infer.kernels.triton.noise import (
 )
 
 LOWEST = tl.constexpr(-(2**63))
-HIGHEST_INT = tl.constexpr(2**31 - 1)
-LOWEST_INT = tl.constexpr(-(2**31))
+HIGHEST = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
@@ -44,32 +43,45 @@ def sums_above(keys, weight, key1, key2, key3):
 
 
 @triton.jit
-def highest_reaching(keys, weight, low, end, target):
-    """The highest key in ``[low, end)`` down to which the weight reaches ``target``.
+def highest_reaching(keys, weight, low, end, target, highest, scale, by_mass: tl.constexpr):
+    """A key in ``[low, end)`` that parts the keys where their weight from above reaches ``target``.
 
     It is ``low`` where even that falls short. The keys are in registers, so a search over all bits
-    takes less than a pass over the row.
+    takes less than a pass over the row; it mostly ends early, when one key is left in the range.
     """
-    while end - low != 1:
+    above_low, above_end = float("inf"), 0.0
+    while (end - low != 1) & (
+        above_low - above_end >= 1.5 * weight_at(low, highest, scale, by_mass)
+    ):
         span = (end - low).to(tl.uint64, bitcast=True)  # may exceed an int64
         quarter = (span >> 2).to(tl.int64, bitcast=True)
         key2 = low + (span >> 1).to(tl.int64, bitcast=True)
         key1, key3 = tl.maximum(low + quarter, low + 1), key2 + quarter
         above1, above2, above3 = sums_above(keys, weight, key1, key2, key3)
-        reaches1, reaches2, reaches3 = above1 >= target, above2 >= target, above3 >= target
-        end = tl.where(reaches3, end, tl.where(reaches2, key3, tl.where(reaches1, key2, key1)))
-        low = tl.where(reaches3, key3, tl.where(reaches2, key2, tl.where(reaches1, key1, low)))
+        in1, in2, in3 = above1 >= target, above2 >= target, above3 >= target
+        end = tl.where(in3, end, tl.where(in2, key3, tl.where(in1, key2, key1)))
+        above_end = tl.where(in3, above_end, tl.where(in2, above3, tl.where(in1, above2, above1)))
+        low = tl.where(in3, key3, tl.where(in2, key2, tl.where(in1, key1, low)))
+        above_low = tl.where(in3, above3, tl.where(in2, above2, tl.where(in1, above1, above_low)))
     return low
 
 
 @triton.jit
+def weight_at(key, highest, scale, by_mass: tl.constexpr):
+    """What a token weighs whose rank key is ``key``, or at least its order key; 1 but by mass."""
+    if by_mass:
+        return tl.exp2((float_of((key >> 32).to(tl.int32)) - highest) * scale)
+    return 1.0
+
+
+@triton.jit
 def kth_largest(values, exists, k):
-    """The k-th largest of the values that exist, at most their number."""
-    keys = order_key(values)
-    low = tl.min(tl.where(exists, keys, HIGHEST_INT), 0).to(tl.int64)
-    end = tl.max(tl.where(exists, keys, LOWEST_INT), 0).to(tl.int64) + 1
-    key = highest_reaching(keys.to(tl.int64), exists.to(tl.float32), low, end, k.to(tl.float32))
-    return float_of(key.to(tl.int32))
+    """A value that k of those that exist reach, or more if they tie; k is at most their number."""
+    keys = tl.where(exists, rank_key(values, tl.zeros_like(values)), LOWEST)
+    low = tl.min(tl.where(exists, keys, HIGHEST), 0)
+    end = tl.max(keys, 0) + 1
+    key = highest_reaching(keys, exists.to(tl.float32), low, end, k.to(tl.float32), 0.0, 0.0, False)
+    return float_of((key >> 32).to(tl.int32))
 
 
 @triton.jit

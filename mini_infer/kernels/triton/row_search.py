@@ -15,6 +15,7 @@ from mini_infer.kernels.triton.candidates import (
     clear,
     highest_reaching,
     list_masses,
+    weight_at,
 )
 from mini_infer.kernels.triton.noise import float_of, order_key, rank_key
 
@@ -112,7 +113,7 @@ def find_cut(
     high = order_key(highest).to(tl.int64) + 1  # and down to high does not
     above_low, above_high = weight_least, 0.0
     room = 0.97 * listed if by_mass else 1.0 * listed
-    few = above_low <= room * least_weight(low, highest, scale, by_mass)
+    few = above_low <= room * weight_at(low << 32, highest, scale, by_mass)
     linear = True
     while (high - low > 1) & (not few):
         key1 = threshold(low, high, 0.25, linear)
@@ -134,7 +135,7 @@ def find_cut(
         above_high = tl.where(in3, above_high, tl.where(in2, above3, tl.where(in1, above2, above1)))
         low = tl.where(in3, key3, tl.where(in2, key2, tl.where(in1, key1, low)))
         above_low = tl.where(in3, above3, tl.where(in2, above2, tl.where(in1, above1, above_low)))
-        few = above_low - above_high <= room * least_weight(low, highest, scale, by_mass)
+        few = above_low - above_high <= room * weight_at(low << 32, highest, scale, by_mass)
         linear = not linear  # halves of the range are best in general, halves of its bits at worst
     if few:
         first = tl.maximum(least, low << 32)
@@ -142,21 +143,15 @@ def find_cut(
         keys = tl.load(candidates_ptr + tl.arange(0, listed))
         masses = list_masses(keys, highest, scale)
         weight = masses if by_mass else tl.where(keys > LOWEST, 1.0, 0.0)
-        cut = highest_reaching(keys, weight, first, high << 32, target - above_high)
+        cut = highest_reaching(
+            keys, weight, first, high << 32, target - above_high, highest, scale, by_mass
+        )
     else:
         # All of one value: as many of the lowest ids as are missing.
         value = float_of(low.to(tl.int32))
-        missing = (target - above_high) / least_weight(low, highest, scale, by_mass)
+        missing = (target - above_high) / weight_at(low << 32, highest, scale, by_mass)
         cut = find_tie(row_ptr, vocab_size, value, tl.maximum(tl.ceil(missing), 1.0), tile)
     return cut
-
-
-@triton.jit
-def least_weight(low, highest, scale, by_mass: tl.constexpr):
-    """What a token at the order key ``low`` weighs; those above weigh no less."""
-    if by_mass:
-        return tl.exp2((float_of(low.to(tl.int32)) - highest) * scale)
-    return 1.0
 
 
 @triton.jit

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from mini_infer.kernels.triton.candidates import (
+    HIGHEST,
     LOWEST,
     best_of_list,
     best_of_segments,
@@ -33,7 +34,6 @@ from mini_infer.kernels.triton.row_search import extent, find_cut, mass_from
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
-HIGHEST = tl.constexpr(2**63 - 1)
 NEAR = tl.constexpr(512)
 """Up to this top-k, candidates are sought in segments."""
 TRIED_SEGMENTS = tl.constexpr(256)
@@ -109,14 +109,18 @@ def draw_truncated(
             is_listed = True
             if top_k > 0:
                 ones = tl.where(keys > LOWEST, 1.0, 0.0)
-                cut = highest_reaching(keys, ones, least, end, top_k.to(tl.float32))
+                cut = highest_reaching(
+                    keys, ones, least, end, top_k.to(tl.float32), highest, scale, False
+                )
                 least = cut
                 mass = tl.sum(tl.where(keys >= cut, weights, 0.0), 0)
             else:
                 # Without top-k the list may be too short.
                 is_listed = (tl.sum(weights, 0) >= top_p * mass) | (vocab_size <= listed)
             if is_listed & limits_mass:
-                cut = highest_reaching(keys, weights, least, end, top_p * mass)
+                cut = highest_reaching(
+                    keys, weights, least, end, top_p * mass, highest, scale, True
+                )
         if not is_listed:
             least = rank_key(logit, winner)
             if top_k > 0:
