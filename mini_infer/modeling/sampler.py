@@ -32,9 +32,8 @@ CACHED_LOGITS = 2**19
 """Logits that a CPU samples together. The draw makes some twenty passes over temporaries, which
 are several times slower from main memory than from a cache."""
 
-DEVICE_LOGITS = 2**22
-"""Logits that an accelerator edits, or takes log-probabilities of, together. It bounds the memory
-of some ten temporaries of eight bytes a logit at most."""
+EDITED_LOGITS = 2**22
+"""Logits that an accelerator edits together. It bounds the memory of copies and counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,31 +88,17 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
     """Log-probabilities of ``token_ids [R]`` under raw ``logits [R, V]``, with the ``num_top``
     likeliest beside them. For a prompt's, ``token_ids`` are the tokens that its rows predict."""
     token_ids, num_top = token_ids.long(), min(num_top, logits.shape[-1])
-    top_ids = token_ids.new_empty(len(token_ids), 0)
     if _runs_kernels(logits):
-        from mini_infer.kernels.triton import logprobs as kernels
+        from mini_infer.kernels.triton.logprobs import token_logprobs as on_gpu
 
-        logprobs, ranks, log_sums = kernels.token_logprobs(logits, token_ids)
-        if num_top:
-            at_once = _rows_at_once(logits)
-            parts = [
-                sampling.top_tokens(some.float(), num_top) for some in torch.split(logits, at_once)
-            ]
-            top_ids = torch.cat(parts)
-        top_logprobs = logits.gather(1, top_ids).float() - log_sums[:, None]
-        return TokenLogprobTensors(logprobs, ranks, top_ids, top_logprobs)
-    every = logits.float().log_softmax(-1)
-    chosen = every.gather(1, token_ids[:, None])
+        return TokenLogprobTensors(*on_gpu(logits, token_ids, num_top))
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    top_ids = token_ids.new_empty(len(token_ids), 0)
     if num_top:
-        top_ids = sampling.top_tokens(every, num_top)
-    ranks = (every > chosen).sum(-1) + 1
-    return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, every.gather(1, top_ids))
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    """Rows of ``logits [R, V]`` to work on together."""
-    limit = CACHED_LOGITS if logits.device.type == "cpu" else DEVICE_LOGITS
-    return max(1, limit // logits.shape[-1])
+        top_ids = sampling.top_tokens(logprobs, num_top)
+    ranks = (logprobs > chosen).sum(-1) + 1
+    return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
 
 def _runs_kernels(logits: Tensor) -> bool:
@@ -165,17 +150,23 @@ class Sampler:
             largest logit. Log-probabilities are those of the raw logits.
         """
         slots, num_tokens = np.asarray(slots), np.asarray(num_tokens)
-        if _runs_kernels(logits) and not state.needs_edits(slots, num_tokens):
-            rows = to_device(np.stack((slots, num_tokens)), logits.device)
-            return SampleResult(draw(logits, rows[0], rows[1], state))
         num_top = int(state.num_logprobs[slots].max())
-        at_once = _rows_at_once(logits)
+        if not _runs_kernels(logits):
+            logits = logits.float()
+        at_once = self._rows_at_once(logits, state.active_stages(slots, num_tokens))
         parts = []
         for first in range(0, len(slots), at_once):
             some = slice(first, first + at_once)
-            batch = _Batch(logits[some].float(), slots[some], num_tokens[some], token_table, state)
+            batch = _Batch(logits[some], slots[some], num_tokens[some], token_table, state)
             parts.append(self._sample(batch, num_top))
         return parts[0] if len(parts) == 1 else _concatenated(parts)
+
+    def _rows_at_once(self, logits: Tensor, stages: Rows) -> int:
+        """Rows of ``logits [R, V]`` to sample together."""
+        num_rows, vocab_size = logits.shape
+        if logits.device.type == "cpu":
+            return max(1, CACHED_LOGITS // vocab_size)
+        return max(1, EDITED_LOGITS // vocab_size) if (stages & EDITS).any() else num_rows
 
     def _sample(self, batch: "_Batch", num_top: int) -> SampleResult:
         token_ids = self._draw(batch, self._edit(batch))
@@ -189,7 +180,7 @@ class Sampler:
         """Penalties, bias and masks: a copy of the logits if any row asks for one of them."""
         if not batch.union & EDITS:
             return batch.logits
-        logits = batch.logits.clone()
+        logits = batch.logits.to(torch.float32, copy=True)
         stages = (
             (Stage.PENALTIES, self._penalize_),
             (Stage.BIAS, self._bias_),

@@ -230,14 +230,15 @@ def test_noise_is_that_of_the_reference() -> None:
     torch.testing.assert_close(out, exact, atol=2e-6, rtol=2e-7)
 
 
-@pytest.mark.parametrize("num_top", [0, 3, 99])
-def test_log_probabilities(num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_top", "listed"), [(0, 4), (3, 64), (3, 4), (99, 64)])
+def test_log_probabilities(num_top: int, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "TILE", 32)
+    monkeypatch.setattr(logprobs, "SEGMENT", 8)
+    monkeypatch.setattr(logprobs, "LISTED", listed)
     logits = random_logits(4, 2, True)
     token_ids = torch.tensor([0, 70, 5, 9], device=DEVICE)
     expected = token_logprobs(logits, token_ids, num_top)
     monkeypatch.setattr(sampler_module, "_runs_kernels", lambda logits: True)
-    monkeypatch.setattr(sampler_module, "DEVICE_LOGITS", 2 * VOCAB)
     result = token_logprobs(logits, token_ids, num_top)
     torch.testing.assert_close(result.logprobs, expected.logprobs)
     torch.testing.assert_close(result.top_logprobs, expected.top_logprobs)
