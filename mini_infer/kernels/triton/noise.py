@@ -29,7 +29,7 @@ def fast_log2(x):
     if _INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise(
-        "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
 
 

@@ -241,7 +241,7 @@ def scan_kernel(
             hashes = tl.load(hashes_ptr + ids, mask=inside, other=0).to(tl.uint32, bitcast=True)
             x = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
             score = divide(x, temperature, reciprocal) - negative_gumbel(hashes, key0, key1)
-            better = ((score > best) | (score != score)) & (best == best)
+            better = ~(score <= best) & (best == best)
             best = tl.where(better, score, best)
             best_id = tl.where(better, ids, best_id)
         tl.store(best_ptr + place, tl.max(rank_key(best, best_id), 0))
@@ -249,7 +249,7 @@ def scan_kernel(
         for start in range(first, end, tile):
             ids = start + lanes
             x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-            better = ((x > best) | (x != x)) & (best == best)
+            better = ~(x <= best) & (best == best)
             best = tl.where(better, x, best)
             best_id = tl.where(better, ids, best_id)
         tl.store(best_ptr + place, tl.max(rank_key(best, best_id), 0))
