@@ -1,0 +1,64 @@
+"""Every kernel that steps will launch, compiled before the first step: side by side, in seconds.
+
+Which kernels those are is nobody's list. Steps of every kind run once, with launches that only note
+what they would launch (``kernels/triton/compile_ahead.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.kernels import ops
+from mini_infer.modeling.cuda_graphs import DecodeGraphs
+from mini_infer.modeling.memory_profile import largest_step
+
+if TYPE_CHECKING:
+    from mini_infer.modeling.model_runner import ModelRunner
+
+SHORT_ROWS = (20, 3, 1)
+"""Tokens of the rows of a mixed step: one that is tiled, and two that are cut into pieces."""
+
+
+def compile_kernels(runner: ModelRunner) -> None:
+    """Compiles what the steps of ``runner`` launch, once its weights are there."""
+    if runner.device.type == "cuda" and ops.gpu_kernels() is not None:
+        from mini_infer.kernels.triton.compile_ahead import compile_ahead
+
+        with compile_ahead():
+            rehearse(runner)
+
+
+def rehearse(runner: ModelRunner) -> None:
+    """Runs steps that launch everything there is to launch, on a cache of one block."""
+    config = runner.config
+    runner.init_cache(1)
+    if runner.has_graphs:
+        graphs = DecodeGraphs(config, runner.model, runner.caches, runner.state, runner.dtype)
+        graphs.rehearse()
+    for batch in (largest_step(config), small_step(config, 1), small_step(config, 3)):
+        runner.execute(batch).result()
+    runner.caches = []
+
+
+def small_step(config: EngineConfig, num_rows: int) -> ScheduledBatch:
+    """The end of a few short prompts, sampled plainly; or fewer, where limits are narrow.
+
+    All rows share block 0: what they compute is of no interest.
+    """
+    num_rows = min(num_rows, config.max_num_seqs, config.max_step_tokens)
+    longest = min(config.max_step_tokens // num_rows, config.max_model_len - 1)
+    lengths = [min(length, longest) for length in SHORT_ROWS[-num_rows:]]
+    return ScheduledBatch(
+        step_id=-1,
+        chunks=tuple(
+            Chunk(str(slot), slot, 0, length, (0,) * -(-length // config.block_size))
+            for slot, length in enumerate(lengths)
+        ),
+        admissions=tuple(
+            Admission(str(slot), slot, (0,) * length, length, SamplingParams(), seed=0)
+            for slot, length in enumerate(lengths)
+        ),
+    )

@@ -1,0 +1,51 @@
+"""The steps that start-up rehearses are steps that a runner can run, however small its limits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_infer.modeling.kernel_warm_up import compile_kernels, rehearse, small_step
+from mini_infer.modeling.model_files import ModelFiles
+from mini_infer.modeling.model_runner import ModelRunner
+from tests.runtime.fake_executor import make_config
+
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"max_num_seqs": 1},
+    {"max_model_len": 2},
+    {"max_num_seqs": 2, "max_num_batched_tokens": 2},
+    {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    {"block_size": 1},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_small_step_keeps_to_the_limits(limits: dict[str, Any], num_rows: int) -> None:
+    config = make_config(**limits)
+    chunks = small_step(config, num_rows).chunks
+    assert 1 <= len(chunks) <= min(num_rows, config.max_num_seqs)
+    assert sum(chunk.num_new_tokens for chunk in chunks) <= config.max_step_tokens
+    for chunk in chunks:
+        assert 1 <= chunk.num_new_tokens < config.max_model_len
+        assert len(chunk.new_block_ids) * config.block_size >= chunk.num_new_tokens
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_rehearsed_steps_run(limits: dict[str, Any]) -> None:
+    runner = loaded(**limits)
+    rehearse(runner)
+    assert not runner.caches
+
+
+def test_a_cpu_has_no_kernels_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = loaded()
+    monkeypatch.setattr(runner, "execute", None)
+    compile_kernels(runner)
+
+
+def loaded(**limits: Any) -> ModelRunner:
+    runner = ModelRunner(make_config(**limits), ModelFiles(Path("none"), Path("none")))
+    runner.load()
+    return runner
