@@ -32,7 +32,7 @@ CACHED_LOGITS = 2**19
 """Logits that a CPU samples together. The draw makes some twenty passes over temporaries, which
 are several times slower from main memory than from a cache."""
 
-EDITED_LOGITS = 2**22
+EDITED_LOGITS = 2**24
 """Logits that an accelerator edits together. It bounds the memory of copies and counts."""
 
 

@@ -49,6 +49,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FINISHED", 64)
     monkeypatch.setattr(kernels, "MAX_PARTS", 2)
     monkeypatch.setattr(kernels, "LISTED", 4)
+    monkeypatch.setattr(kernels, "FEW", 8)
     monkeypatch.setattr(kernels, "SEGMENT", 8)
 
 
@@ -85,14 +86,16 @@ def random_logits(num_rows: int, seed: int, rounded: bool, vocab_size: int = VOC
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("listed", [4, 64])
+@pytest.mark.parametrize(("listed", "few", "segment"), [(4, 8, 8), (64, 8, 8), (4, 64, 2)])
 def test_mixed_batches_equal_the_torch_sampler(
-    listed: int, rounded: bool, monkeypatch: pytest.MonkeyPatch
+    listed: int, few: int, segment: int, rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "LISTED", listed)
+    monkeypatch.setattr(kernels, "FEW", few)
+    monkeypatch.setattr(kernels, "SEGMENT", segment)
     params = list(SETTINGS.values())
     state = admitted(rows_of(params, 100))
-    logits = random_logits(len(params), listed, rounded)
+    logits = random_logits(len(params), listed + few, rounded)
     before = logits.clone()
     assert draw(logits, state).tolist() == torch_draw(logits, state).tolist()
     assert torch.equal(logits, before)

@@ -77,11 +77,11 @@ def weight_at(key, highest, scale, by_mass: tl.constexpr):
 @triton.jit
 def kth_largest(values, exists, k):
     """A value that k of those that exist reach, or more if they tie; k is at most their number."""
-    keys = tl.where(exists, rank_key(values, tl.zeros_like(values)), LOWEST)
+    keys = tl.where(exists, order_key(values).to(tl.int64), LOWEST)
     low = tl.min(tl.where(exists, keys, HIGHEST), 0)
     end = tl.max(keys, 0) + 1
     key = highest_reaching(keys, exists.to(tl.float32), low, end, k.to(tl.float32), 0.0, 0.0, False)
-    return float_of((key >> 32).to(tl.int32))
+    return float_of(key.to(tl.int32))
 
 
 @triton.jit
@@ -153,12 +153,27 @@ def list_masses(keys, highest, scale):
 
 
 @triton.jit
-def best_of_list(
-    candidates_ptr, hashes_ptr, cut, floor, temperature, key0, key1, listed: tl.constexpr
+def before_each(
+    keys, candidates_ptr, count, highest, scale, listed: tl.constexpr, at_once: tl.constexpr
 ):
-    """The best noisy token of the candidates at or above cut and floor."""
-    keys = tl.load(candidates_ptr + tl.arange(0, listed))
-    kept = (keys >= cut) & (keys > LOWEST)
+    """Number and mass of the candidates that rank before each of ``keys [listed]``.
+
+    Every pair is compared: for some hundred candidates that is less than a sort.
+    """
+    number = tl.zeros([listed], tl.float32)
+    mass = tl.zeros([listed], tl.float32)
+    for first in range(0, count, at_once):
+        for place in tl.static_range(at_once):  # what is beyond the count is LOWEST
+            other = tl.load(candidates_ptr + first + place)
+            precedes = other > keys
+            number += tl.where(precedes, 1.0, 0.0)
+            mass += tl.where(precedes, list_masses(other, highest, scale), 0.0)
+    return number, mass
+
+
+@triton.jit
+def best_of_list(keys, kept, hashes_ptr, temperature, floor, key0, key1):
+    """The best noisy token of the candidates that are kept, and not below the floor."""
     ids = token_of(keys)
     hashes = tl.load(hashes_ptr + ids, mask=kept, other=0).to(tl.uint32, bitcast=True)
     reciprocal = tl.div_rn(1.0, temperature)

@@ -31,9 +31,11 @@ PROGRAMS_PER_SM = 12
 MAX_PARTS = 256
 FINISHED = 4096
 """Logits that a program of ``finish_kernel`` takes at a time, where it has to read them."""
-FINISH_WARPS = 16
+FINISH_WARPS = 8
 LISTED = 2048
-"""Candidates that are ranked one by one."""
+"""Tokens among which a search by passes ends."""
+FEW = 512
+"""Candidates that are compared pair by pair."""
 SEGMENT = 128
 
 ROW_POINTERS = ["slots_ptr", "num_tokens_ptr"]
@@ -85,7 +87,7 @@ def draw(
     segment_highest, segment_mass = torch.empty(
         2, num_rows, num_segments, dtype=torch.float32, device=device
     )
-    candidates = torch.empty(num_rows, LISTED, dtype=torch.int64, device=device)
+    candidates = torch.empty(num_rows, max(LISTED, FEW), dtype=torch.int64, device=device)
     places = torch.empty(num_rows, padded_segments, dtype=torch.int32, device=device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     scan_kernel[num_parts, num_rows](
@@ -128,6 +130,7 @@ def draw(
         segment_highest,
         segment_mass,
         candidates,
+        candidates.stride(0),
         places,
         token_ids,
         token_table,
@@ -140,6 +143,7 @@ def draw(
         padded_segments=padded_segments,
         tile=FINISHED,
         listed=LISTED,
+        few=FEW,
         segment=SEGMENT,
         early=early,
         num_warps=FINISH_WARPS,
@@ -281,6 +285,7 @@ def finish_kernel(
     segment_highest_ptr,
     segment_mass_ptr,
     candidates_ptr,
+    candidates_stride,
     places_ptr,
     token_ids_ptr,
     table_ptr,
@@ -293,6 +298,7 @@ def finish_kernel(
     padded_segments: tl.constexpr,
     tile: tl.constexpr,
     listed: tl.constexpr,
+    few: tl.constexpr,
     segment: tl.constexpr,
     early: tl.constexpr,
 ):
@@ -321,7 +327,7 @@ def finish_kernel(
             best = draw_truncated(
                 logits_ptr + row * row_stride,
                 hashes_ptr,
-                candidates_ptr + row * listed,
+                candidates_ptr + row * candidates_stride,
                 places_ptr + row * padded_segments,
                 segment_highest_ptr + row * num_segments,
                 segment_mass_ptr + row * num_segments,
@@ -337,6 +343,7 @@ def finish_kernel(
                 position,
                 tile,
                 listed,
+                few,
                 segment,
                 padded_segments,
             )

@@ -2,9 +2,9 @@
 
 The tokens that a truncated row keeps are the first of its ranking (logit, then lowest id), as long
 as the weight before each stays below a target: with weight 1 a token that is top-k, with its
-probability top-p. So both are a search for a place in the ranking, the *cut*.
+probability top-p. So both end at a place in the ranking, the *cut*.
 
-- Where the set is small, it lies in a few segments of the row (``candidates``).
+- Where the set is small, it lies in a few segments of the row (``draw_from_few``).
 - Where it may be large, the best noisy token of the *whole* row is tried first: if it is kept, it
   is the best of all that are kept, and this takes one pass to see. (To draw from all and reject is
   FlashInfer's way; under Gumbel noise a rejected draw is not repeated, so then:)
@@ -19,25 +19,25 @@ import triton
 import triton.language as tl
 
 from mini_infer.kernels.triton.candidates import (
-    HIGHEST,
     LOWEST,
+    before_each,
     best_of_list,
     best_of_segments,
     gather_segments,
-    highest_reaching,
     kth_largest,
     list_masses,
     write_places,
 )
-from mini_infer.kernels.triton.noise import divide, order_key, rank_key, row_keys, token_of
+from mini_infer.kernels.triton.noise import divide, rank_key, row_keys, token_of
 from mini_infer.kernels.triton.row_search import extent, find_cut, mass_from
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
-NEAR = tl.constexpr(512)
-"""Up to this top-k, candidates are sought in segments."""
-TRIED_SEGMENTS = tl.constexpr(256)
-"""Segments that top-p alone is tried with."""
+PAIRED = tl.constexpr(8)
+"""Candidates that all others are compared with at a time."""
+FIRST_TRY = tl.constexpr(32)
+LAST_TRY = tl.constexpr(256)
+"""Segments that the candidates of top-p alone are sought in; of top-k as many as it says."""
 
 
 @triton.jit
@@ -60,6 +60,7 @@ def draw_truncated(
     position,
     tile: tl.constexpr,
     listed: tl.constexpr,
+    few: tl.constexpr,
     segment: tl.constexpr,
     padded_segments: tl.constexpr,
 ):
@@ -73,101 +74,62 @@ def draw_truncated(
     highest = tl.max(highests, 0)
     scale = LOG2_E / temperature
     reciprocal = tl.div_rn(1.0, temperature)
-    winner = token_of(best)
-    logit = tl.load(row_ptr + winner).to(tl.float32)
+    key0, key1 = row_keys(seed, position)
     floor = divide(highest, temperature, reciprocal) + log_min_p
-    cut = tl.full([], LOWEST, tl.int64)
-    is_listed = False
+    best_of_few = tl.full([], LOWEST, tl.int64)
+    total = 0.0
     limits_mass = top_p < float("inf")
     if (top_k > 0) | limits_mass:
         masses = tl.load(segment_mass_ptr + index, mask=exists, other=0.0)
         masses *= tl.where(highests > float("-inf"), tl.exp2((highests - highest) * scale), 0.0)
-        mass = tl.sum(masses, 0)
-        count = listed + 1
-        if (vocab_size <= listed) | (top_k <= tl.minimum(num_segments, NEAR)):
-            lowest = tl.full([], LOWEST_FINITE, tl.float32)
-            if vocab_size > listed:
-                wanted = tl.where(top_k > 0, top_k, tl.minimum(num_segments, TRIED_SEGMENTS))
-                lowest = tl.maximum(lowest, kth_largest(highests, exists, wanted))
-            chosen = write_places(places_ptr, exists & (highests >= lowest), padded_segments)
-            count = gather_segments(
+        total = tl.sum(masses, 0)
+        best_of_few = draw_from_few(
+            row_ptr,
+            hashes_ptr,
+            candidates_ptr,
+            places_ptr,
+            highests,
+            masses,
+            exists,
+            num_segments,
+            vocab_size,
+            highest,
+            scale,
+            total,
+            temperature,
+            top_k,
+            top_p,
+            floor,
+            key0,
+            key1,
+            tile,
+            few,
+            segment,
+            padded_segments,
+        )
+    if best_of_few > LOWEST:
+        best = best_of_few
+    else:
+        winner = token_of(best)
+        logit = tl.load(row_ptr + winner).to(tl.float32)
+        cut = tl.full([], LOWEST, tl.int64)
+        if (top_k > 0) | limits_mass:
+            cut = search_row(
                 row_ptr,
-                places_ptr,
                 candidates_ptr,
-                chosen,
                 vocab_size,
-                lowest,
-                segment,
+                rank_key(logit, winner),
+                tl.exp2((logit - highest) * scale),
+                highest,
+                scale,
+                total,
+                top_k,
+                top_p,
                 tile,
                 listed,
             )
-        if count <= listed:
-            keys = tl.load(candidates_ptr + tl.arange(0, listed))
-            weights = list_masses(keys, highest, scale)
-            least = tl.min(tl.where(keys > LOWEST, keys, HIGHEST), 0)
-            end = (order_key(highest).to(tl.int64) + 1) << 32
-            is_listed = True
-            if top_k > 0:
-                ones = tl.where(keys > LOWEST, 1.0, 0.0)
-                cut = highest_reaching(
-                    keys, ones, least, end, top_k.to(tl.float32), highest, scale, False
-                )
-                least = cut
-                mass = tl.sum(tl.where(keys >= cut, weights, 0.0), 0)
-            else:
-                # Without top-k the list may be too short.
-                is_listed = (tl.sum(weights, 0) >= top_p * mass) | (vocab_size <= listed)
-            if is_listed & limits_mass:
-                cut = highest_reaching(
-                    keys, weights, least, end, top_p * mass, highest, scale, True
-                )
-        if not is_listed:
-            least = rank_key(logit, winner)
-            if top_k > 0:
-                finite, lowest = extent(row_ptr, vocab_size, tile)
-                least = rank_key(lowest, vocab_size)
-                if top_k < finite:
-                    least = find_cut(
-                        row_ptr,
-                        candidates_ptr,
-                        vocab_size,
-                        least,
-                        finite,
-                        highest,
-                        scale,
-                        top_k.to(tl.float32),
-                        tile,
-                        listed,
-                        False,
-                    )
-                cut = least
-            if limits_mass:
-                # Down to the row's best, or to the last of top-k.
-                down_to = mass_from(row_ptr, vocab_size, least, highest, scale, tile)
-                if top_k > 0:
-                    mass = down_to
-                if (top_k > 0) | (down_to - tl.exp2((logit - highest) * scale) >= top_p * mass):
-                    cut = find_cut(
-                        row_ptr,
-                        candidates_ptr,
-                        vocab_size,
-                        least,
-                        down_to,
-                        highest,
-                        scale,
-                        top_p * mass,
-                        tile,
-                        listed,
-                        True,
-                    )
-    kept = rank_key(logit, winner) >= cut
-    if not (kept & (divide(logit, temperature, reciprocal) >= floor)):
-        key0, key1 = row_keys(seed, position)
-        if is_listed:
-            best = best_of_list(
-                candidates_ptr, hashes_ptr, cut, floor, temperature, key0, key1, listed
-            )
-        else:
+        likely = divide(logit, temperature, reciprocal) >= floor
+        if not (likely & (rank_key(logit, winner) >= cut)):
             bests = tl.load(segment_best_ptr + index, mask=exists, other=LOWEST)
             best = best_of_segments(
                 row_ptr,
@@ -186,3 +148,131 @@ def draw_truncated(
                 padded_segments,
             )
     return best
+
+
+@triton.jit
+def draw_from_few(
+    row_ptr,
+    hashes_ptr,
+    candidates_ptr,
+    places_ptr,
+    highests,
+    masses,
+    exists,
+    num_segments,
+    vocab_size,
+    highest,
+    scale,
+    total,
+    temperature,
+    top_k,
+    top_p,
+    floor,
+    key0,
+    key1,
+    tile: tl.constexpr,
+    few: tl.constexpr,
+    segment: tl.constexpr,
+    padded_segments: tl.constexpr,
+):
+    """The best noisy token that the row keeps, if all that it keeps are ``few``; else ``LOWEST``.
+
+    Down to the k-th largest of the segments' largest logits all tokens are candidates: at least k.
+    """
+    best = tl.full([], LOWEST, tl.int64)
+    limits_count = top_k > 0
+    wanted = tl.where(limits_count, top_k, tl.minimum(num_segments, FIRST_TRY))
+    trying = wanted <= tl.minimum(num_segments, LAST_TRY)
+    while trying:
+        lowest = tl.maximum(kth_largest(highests, exists, wanted), LOWEST_FINITE)
+        chosen = exists & (highests >= lowest)
+        enough = limits_count | (tl.sum(tl.where(chosen, masses, 0.0), 0) >= top_p * total)
+        if enough:
+            num_chosen = write_places(places_ptr, chosen, padded_segments)
+            count = gather_segments(
+                row_ptr,
+                places_ptr,
+                candidates_ptr,
+                num_chosen,
+                vocab_size,
+                lowest,
+                segment,
+                tile,
+                few,
+            )
+            keys = tl.load(candidates_ptr + tl.arange(0, few))
+            weights = list_masses(keys, highest, scale)
+            enough = limits_count | (tl.sum(weights, 0) >= top_p * total)
+            enough &= count <= few
+            if enough:
+                number, mass = before_each(keys, candidates_ptr, count, highest, scale, few, PAIRED)
+                kept = keys > LOWEST
+                if limits_count:
+                    kept &= number < top_k.to(tl.float32)
+                    total = tl.sum(tl.where(kept, weights, 0.0), 0)
+                kept &= mass < top_p * total
+                best = best_of_list(keys, kept, hashes_ptr, temperature, floor, key0, key1)
+        wanted *= LAST_TRY // FIRST_TRY
+        trying = (not enough) & (not limits_count) & (wanted <= tl.minimum(num_segments, LAST_TRY))
+    return best
+
+
+@triton.jit
+def search_row(
+    row_ptr,
+    candidates_ptr,
+    vocab_size,
+    winner_key,
+    winner_mass,
+    highest,
+    scale,
+    total,
+    top_k,
+    top_p,
+    tile: tl.constexpr,
+    listed: tl.constexpr,
+):
+    """The rank key at which the row's kept tokens end, by passes over the row.
+
+    Where the row's best noisy token, at ``winner_key``, is kept, any key at or below that may do.
+    """
+    cut = tl.full([], LOWEST, tl.int64)
+    least = winner_key
+    if top_k > 0:
+        finite, lowest = extent(row_ptr, vocab_size, tile)
+        least = rank_key(lowest, vocab_size)
+        if top_k < finite:
+            least = find_cut(
+                row_ptr,
+                candidates_ptr,
+                vocab_size,
+                least,
+                finite,
+                highest,
+                scale,
+                top_k.to(tl.float32),
+                tile,
+                listed,
+                False,
+            )
+        cut = least
+    if top_p < float("inf"):
+        # Down to the row's best, or to the last of top-k.
+        mass = mass_from(row_ptr, vocab_size, least, highest, scale, tile)
+        if top_k > 0:
+            total = mass
+        if (top_k > 0) | (mass - winner_mass >= top_p * total):
+            cut = find_cut(
+                row_ptr,
+                candidates_ptr,
+                vocab_size,
+                least,
+                mass,
+                highest,
+                scale,
+                top_p * total,
+                tile,
+                listed,
+                True,
+            )
+    return cut
