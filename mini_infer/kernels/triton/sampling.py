@@ -32,6 +32,8 @@ MAX_PARTS = 256
 FINISHED = 4096
 """Logits that a program of ``finish_kernel`` takes at a time, where it has to read them."""
 FINISH_WARPS = 8
+FINISH_REGISTERS: int | None = 128
+"""A thread: two programs share an SM."""
 LISTED = 2048
 """Tokens among which a search by passes ends."""
 FEW = 512
@@ -147,6 +149,7 @@ def draw(
         segment=SEGMENT,
         early=early,
         num_warps=FINISH_WARPS,
+        maxnreg=FINISH_REGISTERS,
         launch_pdl=early,
     )
     return token_ids
