@@ -7,6 +7,7 @@ only inputs are each row's slot and position.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +19,13 @@ from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.device_state import DeviceState, Integers
+from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.sampler import draw
+from mini_infer.modeling.step_layout import Integers
 from mini_infer.modeling.upload import copy_to_device
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -45,6 +50,7 @@ class DecodeGraphs:
         caches: Sequence[KVCache],
         state: DeviceState,
         dtype: torch.dtype,
+        pool: "_POOL_HANDLE",
     ) -> None:
         self._config = config
         self._model = model
@@ -52,7 +58,7 @@ class DecodeGraphs:
         self._state = state
         max_rows = config.max_num_seqs
         device = state.device
-        self._sizes = graph_sizes(max_rows)
+        self.sizes = graph_sizes(max_rows)
         self._inputs = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
         self._cu_seqlens_q = torch.arange(max_rows + 1, device=device)
         self._logits = torch.empty(
@@ -60,7 +66,7 @@ class DecodeGraphs:
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._token_ids: dict[int, Tensor] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
 
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Records the graphs, by default all. The largest comes first: the others reuse its memory.
@@ -70,7 +76,7 @@ class DecodeGraphs:
         self._inputs[:] = 0
         with torch.inference_mode():
             bar = tqdm(
-                sorted(sizes or self._sizes, reverse=True),
+                sorted(sizes or self.sizes, reverse=True),
                 desc="CUDA graphs",
                 disable=None,
                 leave=False,
@@ -87,7 +93,7 @@ class DecodeGraphs:
     def rehearse(self) -> None:
         """Launches the step of every size once, on the null slot, and records nothing."""
         with torch.inference_mode():
-            for size in self._sizes:
+            for size in self.sizes:
                 self._prepare(size)
                 self._step(size)
 
@@ -98,7 +104,7 @@ class DecodeGraphs:
         ``[R, V]``. Both are overwritten by the next step.
         """
         num_rows = len(slots)
-        size = next(size for size in self._sizes if size >= num_rows)
+        size = next(size for size in self.sizes if size >= num_rows)
         inputs = np.zeros(2 * size, dtype=np.int64)
         inputs[:num_rows] = slots
         inputs[num_rows:size] = self._state.null_slot

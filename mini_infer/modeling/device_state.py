@@ -20,28 +20,19 @@ from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.sampling_state import SamplingState
+from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.upload import to_device
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's tensors: T tokens of R chunks, of which S are sampled."""
+    """One step's tensors: T tokens of R chunks."""
 
     token_ids: Tensor
     """[T]"""
     positions: Tensor
     """[T]"""
     meta: AttentionMetadata
-    logits_indices: Tensor
-    """[S] rows of hidden states that are sampled"""
-    sampling_slots: Integers
-    """[S] on the host"""
-    sampling_positions: Integers
-    """[S] on the host: where the sampled tokens will stand."""
-    first_rows: list[int]
-    """Per chunk, the row of its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,63 +108,49 @@ class DeviceState:
         tokens.apply_to(self.token_table)
         blocks.apply_to(self.block_table)
 
-    def lay_out(self, batch: ScheduledBatch) -> StepInputs:
+    def lay_out(self, layout: StepLayout) -> StepInputs:
         """The tensors of a step of any chunks, after ``take_in``."""
-        chunks = batch.chunks
-        query_lens = [chunk.num_new_tokens for chunk in chunks]
-        starts = [chunk.num_computed_tokens for chunk in chunks]
-        context_lens = [start + new for start, new in zip(starts, query_lens, strict=True)]
-        first_rows = [0]
-        for length in query_lens:
-            first_rows.append(first_rows[-1] + length)
-        sampled = [index for index, chunk in enumerate(chunks) if chunk.samples]
-        slots = [chunk.slot for chunk in chunks]
-        num_tokens = first_rows[-1]
-        device_slots, device_starts, lens, cu_seqlens_q, logits_indices = self._upload(
-            slots, starts, query_lens, first_rows, [first_rows[i + 1] - 1 for i in sampled]
+        num_tokens, num_rows = layout.num_tokens, layout.num_rows
+        slots, starts, lens, cu_seqlens_q = self._upload(
+            layout.slots, layout.starts, layout.query_lens, layout.first_rows
         )
-        max_context = max(context_lens)
+        max_context = max(layout.context_lens)
         num_columns = -(-max_context // self.block_size)
-        if num_tokens == len(chunks):  # one token each: rows are requests
-            positions = device_starts
+        if num_tokens == num_rows:  # one token each: rows are requests
+            positions = starts
             token_ids, seqlens_k, slot_mapping, block_table = ops.decode_inputs(
-                device_slots,
-                device_starts,
-                self.token_table,
-                self.block_table,
-                self.block_size,
-                num_columns,
+                slots, starts, self.token_table, self.block_table, self.block_size, num_columns
             )
         else:
-            token_slots = device_slots.repeat_interleave(lens, output_size=num_tokens)
-            offsets = device_starts - cu_seqlens_q[:-1]
-            positions = torch.arange(num_tokens, device=self.device)
-            positions += offsets.repeat_interleave(lens, output_size=num_tokens)
-            token_ids = self.token_table[token_slots, positions]
-            seqlens_k = device_starts + lens
-            blocks = self.block_table[token_slots, positions // self.block_size]
-            slot_mapping = blocks * self.block_size + positions % self.block_size
-            block_table = self.block_table[device_slots, :num_columns]
+            token_ids, positions, slot_mapping = self.gather_tokens(
+                slots, starts, lens, cu_seqlens_q, num_tokens
+            )
+            seqlens_k = starts + lens
+            block_table = self.block_table[slots, :num_columns]
         meta = AttentionMetadata(
             cu_seqlens_q=cu_seqlens_q,
             seqlens_k=seqlens_k,
             block_table=block_table,
             slot_mapping=slot_mapping,
-            max_query_len=max(query_lens),
+            max_query_len=max(layout.query_lens),
             max_seqlen_k=max_context,
-            query_lens=tuple(query_lens),
-            context_lens=tuple(context_lens),
+            query_lens=tuple(layout.query_lens),
+            context_lens=tuple(layout.context_lens),
             backend=self._attention_backend,
         )
-        return StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            meta=meta,
-            logits_indices=logits_indices,
-            sampling_slots=np.array([slots[i] for i in sampled], dtype=np.int64),
-            sampling_positions=np.array([context_lens[i] for i in sampled], dtype=np.int64),
-            first_rows=first_rows[:-1],
-        )
+        return StepInputs(token_ids, positions, meta)
+
+    def gather_tokens(
+        self, slots: Tensor, starts: Tensor, lens: Tensor, cu_seqlens_q: Tensor, num_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, positions and flat KV slots, each ``[T]``, of the chunks ``[R]``; never waits."""
+        token_slots = slots.repeat_interleave(lens, output_size=num_tokens)
+        offsets = starts - cu_seqlens_q[:-1]
+        positions = torch.arange(num_tokens, device=self.device)
+        positions += offsets.repeat_interleave(lens, output_size=num_tokens)
+        blocks = self.block_table[token_slots, positions // self.block_size]
+        slot_mapping = blocks * self.block_size + positions % self.block_size
+        return self.token_table[token_slots, positions], positions, slot_mapping
 
     def append_tokens(self, slots: Integers, positions: Integers, token_ids: Tensor) -> None:
         """Scatters ``token_ids [S]`` to each slot's position in the token table."""

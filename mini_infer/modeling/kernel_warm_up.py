@@ -12,7 +12,6 @@ from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import ops
-from mini_infer.modeling.cuda_graphs import DecodeGraphs
 from mini_infer.modeling.memory_profile import largest_step
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ def rehearse(runner: ModelRunner) -> None:
     config = runner.config
     runner.init_cache(1)
     if runner.has_graphs:
-        graphs = DecodeGraphs(config, runner.model, runner.caches, runner.state, runner.dtype)
-        graphs.rehearse()
+        for graphs in runner.new_graphs():
+            graphs.rehearse()
     for batch in (largest_step(config), small_step(config, 1), small_step(config, 3)):
         runner.execute(batch).result()
     runner.caches = []

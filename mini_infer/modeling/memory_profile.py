@@ -15,7 +15,6 @@ from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.modeling.cuda_graphs import graph_sizes
 from mini_infer.modeling.kv_memory import bytes_per_block
 
 if TYPE_CHECKING:
@@ -80,17 +79,21 @@ def num_blocks_beside_steps(runner: ModelRunner) -> int:
 
 
 def _graph_bytes(runner: ModelRunner) -> int:
-    """Of all graphs: the largest holds the memory that they share, each further one its own."""
-    sizes = graph_sizes(runner.config.max_num_seqs)
+    """Of all graphs: the largest hold the memory that they share, each further one its own."""
+    if not runner.has_graphs:
+        return 0
     taken = []
-    for some in sizes[-1:], sizes[-2:]:
+    for count in (1, 2):
         before, _ = torch.cuda.mem_get_info()
-        runner.capture_graphs(some)
+        decodes, chunks = runner.new_graphs()
+        decodes.capture(decodes.sizes[-count:])
+        chunks.capture(chunks.shapes[-1:])
         after, _ = torch.cuda.mem_get_info()
         taken.append(max(0, before - after))
-        runner.drop_graphs()
+        others = len(decodes.sizes) + len(chunks.shapes) - 2
+        del decodes, chunks
         torch.cuda.empty_cache()
-    return taken[0] + max(0, taken[1] - taken[0]) * (len(sizes) - 1)
+    return taken[0] + max(0, taken[1] - taken[0]) * others
 
 
 def _step_bytes(runner: ModelRunner) -> int:

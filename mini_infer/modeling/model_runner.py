@@ -7,8 +7,9 @@ from torch import Tensor
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.modeling.attention import KVCache
+from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.cuda_graphs import DecodeGraphs
-from mini_infer.modeling.device_state import DeviceState, Integers, StepInputs
+from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.kv_memory import allocate_kv_cache, num_blocks_that_fit
 from mini_infer.modeling.layers import activation_dtype
 from mini_infer.modeling.load import load_model
@@ -16,7 +17,9 @@ from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
 from mini_infer.modeling.sampler import Sampler, SampleResult
+from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.step_result import LocalStep, PromptRows, compute_prompt_rows
+from mini_infer.modeling.upload import to_device
 
 
 class ModelRunner:
@@ -32,6 +35,7 @@ class ModelRunner:
         self._files = files
         self._sampler = Sampler()
         self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
 
     def load(self) -> None:
         """Builds the model and its weights on the device."""
@@ -53,37 +57,39 @@ class ModelRunner:
         if surplus:
             self.state.set_null_block(num_blocks)
 
-    def capture_graphs(self, sizes: list[int] | None = None) -> None:
-        """Records the decode steps of all batch sizes, or of some; needs ``init_cache``."""
+    def capture_graphs(self) -> None:
+        """Records decodes of all batch sizes and small steps with chunks; needs ``init_cache``."""
         if self.has_graphs:
-            self._graphs = DecodeGraphs(
-                self.config, self.model, self.caches, self.state, self.dtype
-            )
-            self._graphs.capture(sizes)
+            self._graphs, self._chunk_graphs = self.new_graphs()
+            self._graphs.capture()
+            self._chunk_graphs.capture()
 
-    def drop_graphs(self) -> None:
-        """Frees them; steps launch their kernels one by one again."""
-        self._graphs = None
+    def new_graphs(self) -> tuple[DecodeGraphs, ChunkGraphs]:
+        """Graphs over the model and cache that are there, not yet recorded; they share memory."""
+        pool = torch.cuda.graph_pool_handle()
+        where = self.config, self.model, self.caches, self.state
+        return DecodeGraphs(*where, self.dtype, pool), ChunkGraphs(*where, pool)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LocalStep:
         """Runs one step; on a GPU returns before it is done."""
         with step_range(batch):
             self.state.take_in(batch)
-            if self._graphs is not None and _is_decode(batch):
-                return self._replay(self._graphs, batch)
-            inputs = self.state.lay_out(batch)
-            x = self.model(inputs.token_ids, inputs.positions, self.caches, inputs.meta)
-            prompt_rows = self._prompt_rows(batch, inputs, x)
+            layout = StepLayout.of(batch)
+            if self._graphs is not None and layout.is_decode:
+                return self._replay(self._graphs, batch, layout)
+            x = self._forward(layout)
+            prompt_rows = self._prompt_rows(batch, layout, x)
             result = None
-            if len(inputs.sampling_slots):
-                logits = self.model.compute_logits(x.index_select(0, inputs.logits_indices))
-                result = self._sample(logits, inputs.sampling_slots, inputs.sampling_positions)
+            if layout.sampled:
+                rows = to_device(layout.sampled_rows, self.device)
+                logits = self.model.compute_logits(x.index_select(0, rows))
+                result = self._sample(logits, layout.sampling_slots, layout.sampling_positions)
             return LocalStep(batch, self.state.params_by_slot, result, prompt_rows)
 
     def release(self) -> None:
         """Frees weights, cache and graphs."""
-        self._graphs = None
+        self._graphs = self._chunk_graphs = None
         self.caches = []
         self.__dict__.pop("model", None)
 
@@ -97,13 +103,22 @@ class ModelRunner:
             and not config.enforce_eager
         )
 
-    def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch) -> LocalStep:
-        slots = np.array([chunk.slot for chunk in batch.chunks], dtype=np.int64)
-        starts = np.array([chunk.num_computed_tokens for chunk in batch.chunks], dtype=np.int64)
-        token_ids, logits = graphs.run(slots, starts)
+    def _forward(self, layout: StepLayout) -> Tensor:
+        """The residual stream ``[T, hidden]`` of a step that is not a plain decode."""
+        if self._chunk_graphs is not None:
+            x = self._chunk_graphs.run(layout)
+            if x is not None:
+                return x
+        inputs = self.state.lay_out(layout)
+        hidden: Tensor = self.model(inputs.token_ids, inputs.positions, self.caches, inputs.meta)
+        return hidden
+
+    def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, layout: StepLayout) -> LocalStep:
+        slots, positions = layout.sampling_slots, layout.sampling_positions
+        token_ids, logits = graphs.run(slots, np.array(layout.starts, dtype=np.int64))
         result = SampleResult(token_ids)
-        if self.state.sampling.needs_edits(slots, starts + 1):
-            result = self._sample(logits, slots, starts + 1)  # over what the graph drew
+        if self.state.sampling.needs_edits(slots, positions):
+            result = self._sample(logits, slots, positions)  # over what the graph drew
         return LocalStep(batch, self.state.params_by_slot, result, [])
 
     def _sample(self, logits: Tensor, slots: Integers, positions: Integers) -> SampleResult:
@@ -113,12 +128,10 @@ class ModelRunner:
         return result
 
     def _prompt_rows(
-        self, batch: ScheduledBatch, inputs: StepInputs, x: Tensor
+        self, batch: ScheduledBatch, layout: StepLayout, x: Tensor
     ) -> list[PromptRows]:
         if not self.state.any_prompt_logprobs(batch):
             return []
-        return compute_prompt_rows(batch, inputs, x, self.model.compute_logits, self.state)
-
-
-def _is_decode(batch: ScheduledBatch) -> bool:
-    return all(chunk.num_new_tokens == 1 and chunk.samples for chunk in batch.chunks)
+        return compute_prompt_rows(
+            batch, layout.first_rows, x, self.model.compute_logits, self.state
+        )

@@ -9,7 +9,7 @@ from torch import Tensor
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.outputs import StepOutput, TokenLogprobs
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.modeling.device_state import DeviceState, StepInputs
+from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.sampler import SampleResult, TokenLogprobTensors, token_logprobs
 
 ROWS_AT_ONCE = 128
@@ -28,7 +28,7 @@ class PromptRows:
 
 def compute_prompt_rows(
     batch: ScheduledBatch,
-    inputs: StepInputs,
+    first_rows: Sequence[int],
     hidden: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
     state: DeviceState,
@@ -43,7 +43,7 @@ def compute_prompt_rows(
             continue
         for first in range(start, end, ROWS_AT_ONCE):
             last = min(first + ROWS_AT_ONCE, end)
-            row = inputs.first_rows[index] + first - start
+            row = first_rows[index] + first - start
             logits = compute_logits(hidden[row : row + last - first])
             targets = state.token_table[chunk.slot, first + 1 : last + 1]
             logprobs = token_logprobs(logits, targets, num_top)

@@ -30,6 +30,6 @@ def paged_attention(
     window = sliding_window or 0
     if short:
         attend_short(q, k_cache, v_cache, out, meta, scale, window, short)
-    if meta.max_query_len > SHORT_QUERY:
-        attend_long(q, k_cache, v_cache, out, meta, scale, window, SHORT_QUERY)
+    if meta.max_query_len > short:
+        attend_long(q, k_cache, v_cache, out, meta, scale, window, short)
     return out

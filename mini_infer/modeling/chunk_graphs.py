@@ -1,0 +1,132 @@
+"""Small steps with chunks of prompts as CUDA graphs: the layers of the model, without the head.
+
+A short prompt, or the rest of one whose head was cached, is a step of a few dozen tokens. On a GPU
+it takes as long as a decode step, but from Python its launches take several times as long. So such
+steps are padded to one of a ladder of token counts and replayed. Longer ones keep the device busy
+by themselves, and padding would cost them more than launches do.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.kernels.metadata import AttentionMetadata
+from mini_infer.modeling.attention import KVCache
+from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.step_layout import StepLayout
+from mini_infer.modeling.upload import copy_to_device
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+FEW_ROWS = 8
+"""Most steps with a chunk have few rows. All others have a graph for as many as there can be."""
+
+Shape = tuple[int, int]
+"""Rows and tokens of a graph, padding included."""
+
+
+class ChunkGraphs:
+    """A graph per number of tokens and of rows. Rows may have any lengths, nought as well.
+
+    The tokens that are too many belong to one more row, which owns the null slot.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        caches: Sequence[KVCache],
+        state: DeviceState,
+        pool: "_POOL_HANDLE",
+    ) -> None:
+        self._config, self._model, self._caches, self._state = config, model, caches, state
+        self._pool = pool
+        rows = sorted({min(FEW_ROWS, config.max_num_seqs + 1), config.max_num_seqs + 1})
+        tokens = [count for count in TOKENS if count <= config.max_step_tokens]
+        self.shapes: list[Shape] = [(few, many) for many in tokens for few in rows]
+        self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._outputs: dict[Shape, Tensor] = {}
+
+    def capture(self, shapes: Sequence[Shape] | None = None) -> None:
+        """Records the graphs, by default all, largest first. Their kernels run on the null slot."""
+        for shape in reversed(shapes or self.shapes):
+            self._rehearse(shape)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._outputs[shape] = self._step(shape)
+            self._graphs[shape] = graph
+
+    def rehearse(self) -> None:
+        """Launches every shape's step once, on the null slot, and records nothing."""
+        for shape in self.shapes:
+            self._rehearse(shape)
+
+    def run(self, layout: StepLayout) -> Tensor | None:
+        """The residual stream ``[T, hidden]`` of a step, or None if no graph is large enough.
+
+        The next step overwrites it.
+        """
+        num_tokens = layout.num_tokens
+        shape = self._shape_for(layout.num_rows + 1, num_tokens)
+        if shape is None:
+            return None
+        self._write_inputs(shape, layout)
+        self._graphs[shape].replay()
+        return self._outputs[shape][:num_tokens]
+
+    def _shape_for(self, num_rows: int, num_tokens: int) -> Shape | None:
+        for rows, tokens in self.shapes:
+            if rows >= num_rows and tokens >= num_tokens:
+                return (rows, tokens) if tokens - num_tokens < self._config.max_model_len else None
+        return None
+
+    def _write_inputs(self, shape: Shape, layout: StepLayout) -> None:
+        num_rows, num_tokens = shape
+        packed = np.zeros(4 * num_rows + 1, dtype=np.int64)
+        slots, starts, lens = packed[: 3 * num_rows].reshape(3, num_rows)
+        count = layout.num_rows
+        slots[:count], slots[count:] = layout.slots, self._state.null_slot
+        starts[:count] = layout.starts
+        lens[:count] = layout.query_lens
+        lens[count] = num_tokens - layout.num_tokens
+        packed[3 * num_rows + 1 :] = np.cumsum(lens)
+        copy_to_device(packed, self._inputs[: len(packed)])
+
+    def _rehearse(self, shape: Shape) -> None:
+        nobody = StepLayout(slots=[], starts=[], query_lens=[], first_rows=[0], sampled=[])
+        self._write_inputs(shape, nobody)
+        with torch.inference_mode():
+            self._step(shape)
+
+    def _step(self, shape: Shape) -> Tensor:
+        num_rows, num_tokens = shape
+        state, config = self._state, self._config
+        slots, starts, lens = self._inputs[: 3 * num_rows].view(3, num_rows)
+        cu_seqlens_q = self._inputs[3 * num_rows : 4 * num_rows + 1]
+        token_ids, positions, slot_mapping = state.gather_tokens(
+            slots, starts, lens, cu_seqlens_q, num_tokens
+        )
+        # Lengths that make both kinds of attention take part: single tokens, and anything longer.
+        longest = min(num_tokens, config.max_model_len)
+        meta = AttentionMetadata(
+            cu_seqlens_q=cu_seqlens_q,
+            seqlens_k=starts + lens,
+            block_table=state.block_table[slots],
+            slot_mapping=slot_mapping,
+            max_query_len=longest,
+            max_seqlen_k=config.max_model_len,
+            query_lens=(1,) * (num_rows - 1) + (longest,),
+            context_lens=(config.max_model_len,) * num_rows,
+            backend=config.attention_backend,
+        )
+        hidden: Tensor = self._model(token_ids, positions, self._caches, meta)
+        return hidden

@@ -1,0 +1,97 @@
+"""What a graph of a step with chunks reads, without a GPU: padding must change nothing."""
+
+import pytest
+import torch
+
+from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.modeling.chunk_graphs import ChunkGraphs
+from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.step_layout import StepLayout
+from tests.runtime.fake_executor import make_config
+
+CONFIG = make_config(max_num_seqs=20, max_model_len=64, block_size=4, max_num_batched_tokens=100)
+CPU = torch.device("cpu")
+
+
+def state_with(batch: ScheduledBatch) -> DeviceState:
+    state = DeviceState(CONFIG, CPU)
+    state.set_null_block(99)
+    state.take_in(batch)
+    return state
+
+
+def step() -> ScheduledBatch:
+    """A prompt's first chunk, the end of one whose head was cached, and a decode."""
+    sizes = {0: (0, 7), 3: (8, 5), 1: (11, 1)}
+    return ScheduledBatch(
+        step_id=0,
+        chunks=tuple(
+            Chunk(str(slot), slot, start, new, tuple(range(10 * slot, 10 * slot + 4)))
+            for slot, (start, new) in sizes.items()
+        ),
+        admissions=tuple(
+            Admission(
+                str(slot),
+                slot,
+                tuple(range(100 * slot, 100 * slot + start + new)),
+                start + new,
+                SamplingParams(),
+                seed=0,
+            )
+            for slot, (start, new) in sizes.items()
+        ),
+    )
+
+
+def graphs_over(state: DeviceState) -> ChunkGraphs:
+    return ChunkGraphs(CONFIG, None, [], state, None)  # type: ignore[arg-type]
+
+
+def test_real_tokens_come_first_and_the_rest_is_nobodys() -> None:
+    batch = step()
+    state, layout = state_with(batch), StepLayout.of(batch)
+    graphs = graphs_over(state)
+    shape = graphs._shape_for(layout.num_rows + 1, layout.num_tokens)
+    assert shape == (8, 16)
+    graphs._write_inputs(shape, layout)
+    slots, starts, lens = graphs._inputs[:24].view(3, 8)
+    cu_seqlens_q = graphs._inputs[24:33]
+    token_ids, positions, slot_mapping = state.gather_tokens(slots, starts, lens, cu_seqlens_q, 16)
+    expected = state.lay_out(layout)
+    count = layout.num_tokens
+    assert token_ids[:count].tolist() == expected.token_ids.tolist()
+    assert positions[:count].tolist() == expected.positions.tolist()
+    assert slot_mapping[:count].tolist() == expected.meta.slot_mapping.tolist()
+    assert cu_seqlens_q[:4].tolist() == expected.meta.cu_seqlens_q.tolist()
+    assert cu_seqlens_q[4:].tolist() == [16] * 5
+    assert set((slot_mapping[count:] // CONFIG.block_size).tolist()) == {99}
+    assert (starts + lens)[:4].tolist() == [7, 13, 12, 16 - count]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "shape"),
+    [
+        (1, 1, (8, 16)),
+        (8, 16, (8, 16)),
+        (9, 16, (21, 16)),
+        (2, 17, (8, 32)),
+        (2, 96, (8, 96)),
+        (2, 97, None),
+        (22, 30, None),
+    ],
+)
+def test_the_smallest_graph_that_holds_a_step(
+    num_rows: int, num_tokens: int, shape: tuple[int, int] | None
+) -> None:
+    graphs = graphs_over(DeviceState(CONFIG, CPU))
+    assert graphs._shape_for(num_rows, num_tokens) == shape
+
+
+def test_a_layout_knows_a_plain_decode() -> None:
+    def layout(*chunks: Chunk) -> StepLayout:
+        return StepLayout.of(ScheduledBatch(0, chunks))
+
+    assert layout(Chunk("a", 0, 4, 1), Chunk("b", 1, 9, 1)).is_decode
+    assert not layout(Chunk("a", 0, 4, 1), Chunk("b", 1, 9, 2)).is_decode
+    assert not layout(Chunk("a", 0, 4, 1, samples=False)).is_decode
