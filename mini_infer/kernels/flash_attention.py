@@ -164,7 +164,7 @@ def _attend_2(
         "window_size": (-1, -1) if window is None else (window - 1, 0),
     }
     out: Tensor
-    if len(q) == num_rows * meta.max_query_len:  # a uniform step: this function splits contexts
+    if min(meta.query_lens) == meta.max_query_len:  # a uniform step: this function splits contexts
         rows = q.view(num_rows, meta.max_query_len, *q.shape[1:])
         out = module.flash_attn_with_kvcache(
             rows, k_cache, v_cache, cache_seqlens=meta.seqlens_k.int(), **options

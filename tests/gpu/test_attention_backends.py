@@ -93,8 +93,8 @@ def test_every_backend_that_is_present(
     generator.seed()  # fresh inputs in every run
     meta = on_gpu(metadata(query_lens, context_lens, block_size, generator))
     num_blocks = sum(-(-context // block_size) for context in context_lens)
-    shape = (num_blocks, block_size, 2 * num_kv_heads, head_dim)
-    k_cache, v_cache = torch.randn(shape, device=DEVICE, dtype=DTYPE).chunk(2, dim=2)
+    shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)  # as allocate_kv_cache has it
+    k_cache, v_cache = torch.randn(shape, device=DEVICE, dtype=DTYPE).transpose(2, 3).unbind(1)
     q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=DTYPE)
     torch.full((64 << 20,), math.nan, device=DEVICE)  # what an unwritten element would show
     out = BACKENDS[backend](q, k_cache, v_cache, meta, head_dim**-0.5, window)

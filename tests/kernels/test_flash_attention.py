@@ -195,12 +195,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def half_precision(batch: PagedBatch, dtype: torch.dtype = torch.float16) -> PagedBatch:
-    """In a dtype that the packages take; keys and values stay halves of one tensor."""
-    heads = batch.k_cache.shape[2]
-    pair = torch.cat((batch.k_cache, batch.v_cache), dim=2).to(dtype)
-    return replace(
-        batch, q=batch.q.to(dtype), k_cache=pair[:, :, :heads], v_cache=pair[:, :, heads:]
-    )
+    """In a dtype that the packages take, and in a GPU's memory layout: heads before tokens."""
+    memory = torch.stack((batch.k_cache, batch.v_cache), dim=1).transpose(2, 3).to(dtype)
+    k_cache, v_cache = memory.contiguous().transpose(2, 3).unbind(1)
+    return replace(batch, q=batch.q.to(dtype), k_cache=k_cache, v_cache=v_cache)
 
 
 def attend(batch: PagedBatch, window: int | None = None) -> Tensor:
@@ -243,6 +241,14 @@ def test_lengths_of_another_integer_type(machine: Machine, version: int) -> None
     names = ("cu_seqlens_q", "seqlens_k", "block_table")
     wide = replace(batch.meta, **{name: getattr(batch.meta, name).long() for name in names})
     assert torch.equal(attend(replace(batch, meta=wide)), attend(batch))
+
+
+def test_version_2_takes_a_graphs_word_for_its_lengths(machine: Machine) -> None:
+    """A graph of chunks says how long rows may be; how long they are stands on the device."""
+    machine.install(2)
+    batch = half_precision(paged_batch([3, 1, 2], [40, 9, 2], SHAPE))
+    meta = replace(batch.meta, query_lens=(1, 1, 2), max_query_len=3, max_seqlen_k=1000)
+    assert torch.equal(attend(replace(batch, meta=meta)), attend(batch))
 
 
 def test_version_2_splits_the_contexts_of_uniform_steps(machine: Machine) -> None:
