@@ -22,8 +22,14 @@ BACKENDS = {
 }
 DTYPE = torch.bfloat16
 TOLERANCE = 8e-3
-HEADS = [(28, 4, 128), (16, 8, 128), (9, 3, 64), (6, 2, 96)]
-BLOCK_SIZES = [16, 256]
+SHAPES = [
+    ((28, 4, 128), 16, None),
+    ((28, 4, 128), 256, 100),
+    ((16, 8, 128), 256, None),
+    ((9, 3, 64), 16, 100),
+]
+"""Heads, key-value heads, head size; block size; window. Each costs a compilation, so they are few:
+``test_triton_attention`` has more."""
 STEPS = {
     "one long decode": ([1], [9000]),
     "decodes": ([1] * 5, [3, 700, 64, 65, 5000]),
@@ -74,15 +80,13 @@ PRESENT = [backend for backend in BACKENDS if not obstacle(backend, 256, 128)]
 
 
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("heads", "block_size", "window"), SHAPES)
 @pytest.mark.parametrize("backend", PRESENT)
 def test_every_backend_that_is_present(
     backend: str,
+    heads: tuple[int, int, int],
     block_size: int,
     window: int | None,
-    heads: tuple[int, int, int],
     lengths: tuple[list[int], list[int]],
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
