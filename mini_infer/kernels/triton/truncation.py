@@ -181,8 +181,9 @@ def draw_from_few(
     """
     best = tl.full([], LOWEST, tl.int64)
     limits_count = top_k > 0
-    wanted = tl.where(limits_count, top_k, tl.minimum(num_segments, FIRST_TRY))
-    trying = wanted <= tl.minimum(num_segments, LAST_TRY)
+    most = tl.minimum(num_segments, LAST_TRY)
+    wanted = tl.where(limits_count, top_k, tl.minimum(most, FIRST_TRY))
+    trying = wanted <= most
     while trying:
         lowest = tl.maximum(kth_largest(highests, exists, wanted), LOWEST_FINITE)
         chosen = exists & (highests >= lowest)
@@ -212,8 +213,8 @@ def draw_from_few(
                     total = tl.sum(tl.where(kept, weights, 0.0), 0)
                 kept &= mass < top_p * total
                 best = best_of_list(keys, kept, hashes_ptr, temperature, floor, key0, key1)
-        wanted *= LAST_TRY // FIRST_TRY
-        trying = (not enough) & (not limits_count) & (wanted <= tl.minimum(num_segments, LAST_TRY))
+        trying = (not enough) & (not limits_count) & (wanted < most)
+        wanted = tl.minimum(LAST_TRY // FIRST_TRY * wanted, most)
     return best
 
 
