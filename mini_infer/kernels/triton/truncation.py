@@ -214,7 +214,7 @@ def draw_from_few(
                 kept &= mass < top_p * total
                 best = best_of_list(keys, kept, hashes_ptr, temperature, floor, key0, key1)
         trying = (not enough) & (not limits_count) & (wanted < most)
-        wanted = tl.minimum(LAST_TRY // FIRST_TRY * wanted, most)
+        wanted = tl.minimum(wanted * (LAST_TRY // FIRST_TRY), most)
     return best
 
 
