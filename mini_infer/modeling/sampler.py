@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.kernels import sampling
+from mini_infer.kernels import ops, sampling
 from mini_infer.kernels.sampling import INTEGERS, REALS
 from mini_infer.modeling.sampling_state import (
     ANY_TOKEN,
@@ -102,7 +102,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
 
 
 def _runs_kernels(logits: Tensor) -> bool:
-    return logits.is_cuda
+    return logits.is_cuda and ops.gpu_kernels() is not None
 
 
 def _concatenated(parts: list[SampleResult]) -> SampleResult:

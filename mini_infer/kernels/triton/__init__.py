@@ -2,20 +2,24 @@
 
 Each function has the arguments of its namesake in ``mini_infer.kernels.reference``;
 ``rotary_and_write_kv`` is three of those in one launch, ``decode_attention`` those and attention.
+``draw`` and ``token_logprobs`` are what ``mini_infer.modeling.sampler`` does on a CPU.
 """
 
 from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
 from mini_infer.kernels.triton.decode_inputs import decode_inputs
 from mini_infer.kernels.triton.flash_decoding import decode_attention
+from mini_infer.kernels.triton.logprobs import token_logprobs
 from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
+from mini_infer.kernels.triton.sampling import draw
 from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, is_skinny, linear
 
 __all__ = [
     "add_linear_",
     "decode_attention",
     "decode_inputs",
+    "draw",
     "gated_linear",
     "is_skinny",
     "linear",
@@ -23,4 +27,5 @@ __all__ = [
     "rms_norm",
     "rotary_and_write_kv",
     "silu_and_mul",
+    "token_logprobs",
 ]
