@@ -1,5 +1,6 @@
 """What a step's kernels need to know beside the tensors: arguments, never globals."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,10 @@ class AttentionMetadata:
     backend: AttentionBackend = "torch"
     """Which implementation attends on a GPU. On a CPU there is one."""
     _groups: list[RowGroup] = field(default_factory=list, init=False, repr=False)
+    pieces: dict[Hashable, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """How kernels on a GPU cut the contexts; found by a step's first layer, for all of them."""
 
     def row_groups(self, block_size: int) -> list[RowGroup]:
         """Rows that a CPU attends together; found once a step, shared by its layers."""

@@ -21,8 +21,14 @@ from mini_infer.kernels.triton.launch import (
     shared_memory,
     starts_early,
 )
-from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_slots, load_tile
-from mini_infer.kernels.triton.pieces import find_piece, piece_bounds, seen_keys
+from mini_infer.kernels.triton.paged_tiles import (
+    attend_tile,
+    key_alignment,
+    key_slots,
+    load_tile,
+    slots_in_blocks,
+)
+from mini_infer.kernels.triton.pieces import PIECE_FIELDS, last_tile, seen_keys
 from mini_infer.kernels.triton.rotary import (
     inverse_rms,
     load_angles,
@@ -31,30 +37,28 @@ from mini_infer.kernels.triton.rotary import (
     swapped_dims,
 )
 from mini_infer.kernels.triton.split_attention import (
-    LEAST_KEYS,
+    cut_contexts,
     join_pieces,
     new_pieces,
     plan_splits,
 )
 
 
-@triton.jit(do_not_specialize=["num_rows", "aim", "table_stride"])
+@triton.jit(do_not_specialize=["is_first", "table_stride"])
 def decode_kernel(
     qkv_ptr,
     rope_table,
-    positions,
     q_norm_ptr,
     k_norm_ptr,
     k_cache,
     v_cache,
     slot_mapping,
-    seqlens_k,
+    pieces,
     block_table,
     out_ptr,
     partial_ptr,
     log_sum_ptr,
-    num_rows,
-    aim,
+    is_first,
     table_stride,
     qkv_stride,
     scale_log2,
@@ -71,7 +75,6 @@ def decode_kernel(
     padded_dim: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
-    least_keys: tl.constexpr,
     early: tl.constexpr,
 ):
     """One piece of one row's context, for the query heads of one key-value head.
@@ -86,26 +89,29 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     group: tl.constexpr = num_heads // num_kv_heads
     kv_head, piece = tl.program_id(0), tl.program_id(1)
-    row, index, count = find_piece(
-        seqlens_k, seqlens_k, num_rows, 1, piece, aim, window, least_keys, True
-    )
+    if early:  # noqa: SIM102 -- one is a constant of compilation
+        if is_first:  # piece_kernel comes right before
+            tl.extra.cuda.gdc_wait()
+    fields = pieces + piece * PIECE_FIELDS
+    row, index, count = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+    start, end, context = tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5)
     if count == 0:
         if early:
             tl.extra.cuda.gdc_wait()
         return
-    context = tl.load(seqlens_k + row).to(tl.int32)
-    position = tl.load(positions + row)
     slot = tl.load(slot_mapping + row).to(tl.int64)
     is_last = index == count - 1
     lowest = context - seen_keys(context, 1, window)
-    start, end = piece_bounds(lowest, context - 1, index, count, align)
 
     # The piece's last tile, which may be a part of one, stays in registers while the others pass.
-    tail = start + tl.maximum(tl.cdiv(end - start, tile_keys) - 1, 0) * tile_keys
+    tail = last_tile(start, end, tile_keys)
     table = block_table + row.to(tl.int64) * table_stride
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
-    slots = key_slots(table, tail, end, block_size, tile_keys, align)
+    if align > 1:
+        slots = slots_in_blocks(fields + 8, tail, block_size, tile_keys, align)
+    else:
+        slots = key_slots(table, tail, end, block_size, tile_keys, align)
     tail_k = load_tile(
         k_head, slots, token_stride, tail, end, head_dim, padded_dim, tile_keys, True
     )
@@ -121,7 +127,7 @@ def decode_kernel(
     head = kv_head * group + rows
     is_query = rows < group
     inside = is_query[:, None] & is_dim[None, :]
-    cos, sin = load_angles(rope_table, position, dims, head_dim)
+    cos, sin = load_angles(rope_table, context - 1, dims, head_dim)
     if norms:
         q_weight = tl.load(q_norm_ptr + dims, mask=is_dim, other=0.0)
         q_weight_swapped = tl.load(q_norm_ptr + other, mask=is_dim, other=0.0)
@@ -227,25 +233,24 @@ def decode_attention(
         num_sms(device),
         shared_memory(device),
     )
+    is_first, pieces, rows = cut_contexts(meta, plan, window, 1, k_cache.shape[1], single=True)
     q_norm, k_norm, eps = qk_norm or (qkv, qkv, 0.0)
     out = torch.empty(num_rows, num_heads * head_dim, dtype=qkv.dtype, device=device)
     partial, log_sum = new_pieces(plan, num_heads, head_dim, device)
     decode_kernel[num_kv_heads, plan.num_pieces](
         qkv,
         rope.table,
-        rope.positions,
         q_norm,
         k_norm,
         k_cache,
         v_cache,
         meta.slot_mapping,
-        meta.seqlens_k,
+        pieces,
         meta.block_table,
         out,
         partial,
         log_sum,
-        num_rows,
-        plan.aim,
+        int(is_first),
         meta.block_table.stride(0),
         qkv.stride(0),
         scale * math.log2(math.e),
@@ -262,11 +267,10 @@ def decode_attention(
         padded_dim=power_of_two(max(head_dim, 16)),
         tile_rows=plan.tiles.rows,
         tile_keys=plan.tiles.keys,
-        least_keys=LEAST_KEYS,
         early=early,
         num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
         launch_pdl=early,
     )
-    join_pieces(partial, log_sum, out, meta, plan, window, 1, single=True)
+    join_pieces(partial, log_sum, out, pieces, rows, plan, 1)
     return out

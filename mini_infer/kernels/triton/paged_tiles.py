@@ -3,13 +3,15 @@
 import triton
 import triton.language as tl
 
-MOST_LOOKUPS = 8
+MOST_LOOKUPS = tl.constexpr(8)
 
 
 def key_alignment(block_size: int, tile_keys: int) -> int:
     """Where tiles must begin for ``key_slots``, in keys: blocks, or parts of one, fill a tile."""
     unit = min(block_size, tile_keys)
-    whole = tile_keys % unit == 0 and block_size % unit == 0 and tile_keys // unit <= MOST_LOOKUPS
+    whole = (
+        tile_keys % unit == 0 and block_size % unit == 0 and tile_keys // unit <= MOST_LOOKUPS.value
+    )
     return unit if whole else 1
 
 
@@ -38,6 +40,21 @@ def key_slots(
     for part in tl.static_range(tile_keys // align):
         key = first_key + part * align
         block = tl.load(table + key // block_size, mask=key < end_key, other=0)
+        slots = tl.where(keys // align == part, slots + block * block_size, slots)
+    return slots
+
+
+@triton.jit
+def slots_in_blocks(
+    blocks, first_key, block_size: tl.constexpr, tile_keys: tl.constexpr, align: tl.constexpr
+):
+    """The same where the tile's blocks have been looked up already, one every ``align`` keys."""
+    keys = tl.arange(0, tile_keys)
+    slots = keys % align
+    if align < block_size:
+        slots += first_key % block_size
+    for part in tl.static_range(tile_keys // align):
+        block = tl.load(blocks + part)
         slots = tl.where(keys // align == part, slots + block * block_size, slots)
     return slots
 

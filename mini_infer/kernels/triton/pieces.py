@@ -1,18 +1,22 @@
-"""How the contexts of short queries are cut into pieces of equal work, by the programs themselves.
+"""How the contexts of short queries are cut into pieces of equal work, once a step, on the device.
 
 The host knows neither the contexts of a step that a CUDA graph replays, nor may it wait for them.
-So a launch fixes only how many pieces there should be (``aim``) per key-value head, and every
-program adds up the contexts: a row gets as many pieces as its share of all keys, rounded, but at
-least one. Pieces are numbered row by row, so a long row beside many short ones is spread over as
-many processors as its keys deserve (the balance of LeanAttention, arXiv 2405.10480, without pieces
-that span rows).
+So a launch fixes only how many pieces there should be (``aim``) per key-value head, and
+``piece_kernel`` adds up the contexts: a row gets as many pieces as its share of all keys, rounded,
+but at least one. All layers read what it found.
+
+Pieces are numbered row by row, so a long row beside many short ones is spread over as many
+processors as its keys deserve (the balance of LeanAttention, arXiv 2405.10480, without pieces that
+span rows).
 
 Throughout, a row has 1 to ``query_limit`` queries, at the end of its context; rows with more are
-another kernel's, and have no piece. Where ``query_limit`` is the constant 1, every row has one.
+another kernel's, and have no piece. Where ``single``, every row has one query.
 """
 
 import triton
 import triton.language as tl
+
+from mini_infer.kernels.triton.paged_tiles import MOST_LOOKUPS
 
 SCANNED_ROWS = tl.constexpr(256)
 
@@ -93,11 +97,6 @@ def find_piece(
 
     That number is 0 where there are fewer pieces in all.
     """
-    if single and num_rows == 1:  # a lone request is in the greatest hurry
-        context = tl.load(seqlens_k).to(tl.int32)
-        share = tl.maximum(tl.cdiv(seen_keys(context, 1, window), aim), least_keys)
-        pieces = count_pieces(context, 1, 1, share, window)
-        return num_rows - 1, piece, tl.where(piece < pieces, pieces, 0)
     share = average_keys(
         seqlens_k, cu_seqlens_q, num_rows, query_limit, aim, window, least_keys, single
     )
@@ -143,3 +142,73 @@ def find_row(
         first_piece += tl.sum(tl.where(rows < row, pieces, 0), 0)
         count += tl.sum(tl.where(rows == row, pieces, 0), 0)
     return first_piece, count
+
+
+PIECE_FIELDS = tl.constexpr(16)
+"""Row, index in the row, number of the row's pieces; first key, end, context; queries of the row,
+and the first of them; then the blocks of the piece's last tile."""
+ROW_FIELDS = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["num_rows", "query_limit", "aim", "table_stride"])
+def piece_kernel(
+    pieces,
+    rows,
+    seqlens_k,
+    cu_seqlens_q,
+    block_table,
+    num_rows,
+    query_limit,
+    aim,
+    table_stride,
+    window: tl.constexpr,
+    block_size: tl.constexpr,
+    align: tl.constexpr,
+    tile_keys: tl.constexpr,
+    least_keys: tl.constexpr,
+    single: tl.constexpr,
+):
+    """Describes each piece ``[pieces, PIECE_FIELDS]`` and row (first piece, count) ``[R, 2]``.
+
+    Grid: (the larger of both numbers). The last key of a lone query is not in the cache yet: where
+    ``single``, it belongs to no piece.
+    """
+    program = tl.program_id(0)
+    if program < num_rows:
+        first_piece, row_count = find_row(
+            seqlens_k, cu_seqlens_q, num_rows, query_limit, program, aim, window, least_keys, single
+        )
+        tl.store(rows + program * ROW_FIELDS, first_piece)
+        tl.store(rows + program * ROW_FIELDS + 1, row_count)
+    row, index, count = find_piece(
+        seqlens_k, cu_seqlens_q, num_rows, query_limit, program, aim, window, least_keys, single
+    )
+    piece = pieces + program * PIECE_FIELDS
+    tl.store(piece + 2, count)
+    if count > 0:
+        context = tl.load(seqlens_k + row).to(tl.int32)
+        begin, query_len = row, 1
+        if not single:
+            begin = tl.load(cu_seqlens_q + row).to(tl.int32)
+            query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
+        lowest = context - seen_keys(context, query_len, window)
+        cached = context - 1 if single else context
+        start, end = piece_bounds(lowest, cached, index, count, align)
+        tl.store(piece, row)
+        tl.store(piece + 1, index)
+        tl.store(piece + 3, start)
+        tl.store(piece + 4, end)
+        tl.store(piece + 5, context)
+        tl.store(piece + 6, query_len)
+        tl.store(piece + 7, begin)
+        lookup = tl.arange(0, MOST_LOOKUPS)
+        key = last_tile(start, end, tile_keys) + lookup * align
+        table = block_table + row.to(tl.int64) * table_stride
+        block = tl.load(table + key // block_size, mask=key < end, other=0)
+        tl.store(piece + 8 + lookup, block)
+
+
+@triton.jit
+def last_tile(start, end, tile_keys: tl.constexpr):
+    """Where the last tile of a piece begins."""
+    return start + tl.maximum(tl.cdiv(end - start, tile_keys) - 1, 0) * tile_keys

@@ -23,10 +23,9 @@ from mini_infer.kernels.triton.launch import (
 )
 from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_slots, load_tile
 from mini_infer.kernels.triton.pieces import (
-    find_piece,
-    find_row,
-    piece_bounds,
-    seen_keys,
+    PIECE_FIELDS,
+    ROW_FIELDS,
+    piece_kernel,
 )
 from mini_infer.kernels.triton.tiles import Tiles, fit
 
@@ -73,7 +72,7 @@ def plan_splits(
     return SplitPlan(aim, num_pieces, num_pieces == num_rows, fit(tiles, head_bytes, memory))
 
 
-@triton.jit(do_not_specialize=["num_rows", "query_limit", "aim", "table_stride"])
+@triton.jit(do_not_specialize=["query_limit", "is_first", "table_stride"])
 def split_kernel(
     q_ptr,
     k_cache,
@@ -81,12 +80,10 @@ def split_kernel(
     out_ptr,
     partial_ptr,
     log_sum_ptr,
-    cu_seqlens_q,
-    seqlens_k,
+    pieces,
     block_table,
-    num_rows,
     query_limit,
-    aim,
+    is_first,
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -102,7 +99,6 @@ def split_kernel(
     padded_dim: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
-    least_keys: tl.constexpr,
     early: tl.constexpr,
 ):
     """One piece of one row's context, for the ``group`` query heads of one key-value head.
@@ -114,16 +110,17 @@ def split_kernel(
     if early:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, piece = tl.program_id(0), tl.program_id(1)
-    row, index, count = find_piece(
-        seqlens_k, cu_seqlens_q, num_rows, query_limit, piece, aim, window, least_keys, False
-    )
+    if early:  # noqa: SIM102 -- one is a constant of compilation
+        if is_first:  # piece_kernel comes right before
+            tl.extra.cuda.gdc_wait()
+    fields = pieces + piece * PIECE_FIELDS
+    row, count = tl.load(fields), tl.load(fields + 2)
+    start, end, context = tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5)
+    query_len, begin = tl.load(fields + 6), tl.load(fields + 7)
     if early:  # rotary_and_write_kernel may still be writing queries, keys and values
         tl.extra.cuda.gdc_wait()
     if count == 0:
         return
-    begin = tl.load(cu_seqlens_q + row).to(tl.int32)
-    query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
-    context = tl.load(seqlens_k + row).to(tl.int32)
 
     rows = tl.arange(0, tile_rows)
     dims = tl.arange(0, padded_dim)
@@ -135,8 +132,6 @@ def split_kernel(
     q = tl.load(q_ptr + query[:, None] + dims[None, :], mask=inside, other=0.0)
     position = context - query_len + token
 
-    lowest = context - seen_keys(context, query_len, window)
-    start, end = piece_bounds(lowest, context, index, count, align)
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
     table = block_table + row.to(tl.int64) * table_stride
@@ -175,45 +170,35 @@ def split_kernel(
         tl.store(partial + dims[None, :], result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "query_limit", "aim"])
+@triton.jit(do_not_specialize=["query_limit"])
 def join_kernel(
     partial_ptr,
     log_sum_ptr,
     out_ptr,
-    cu_seqlens_q,
-    seqlens_k,
-    num_rows,
+    pieces,
+    rows,
     query_limit,
-    aim,
     num_heads: tl.constexpr,
-    window: tl.constexpr,
     head_dim: tl.constexpr,
     tile_dims: tl.constexpr,
     tile_pieces: tl.constexpr,
-    least_keys: tl.constexpr,
-    single: tl.constexpr,
     early: tl.constexpr,
 ):
     """Weighs the pieces of a row, if it has several, by their softmax sums.
 
     Grid: (R, programs): those of a row share ``tile_dims`` dimensions of its query heads among
-    themselves. It is all latency, so a head's pieces are loaded at once. Where ``single``, every
-    row has one query.
+    themselves. It is all latency, so a head's pieces are loaded at once.
     """
-    if early:
+    if early:  # what piece_kernel found was waited for by the kernel before
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    first_piece, count = find_row(
-        seqlens_k, cu_seqlens_q, num_rows, query_limit, row, aim, window, least_keys, single
-    )
+    row = rows + tl.program_id(0) * ROW_FIELDS
+    first_piece, count = tl.load(row), tl.load(row + 1)
+    query_len, begin = 0, 0
+    if count > 1:
+        fields = pieces + first_piece * PIECE_FIELDS
+        query_len, begin = tl.load(fields + 6), tl.load(fields + 7)
     if early:
         tl.extra.cuda.gdc_wait()
-    if count <= 1:
-        return  # written where it was attended, or none of ours
-    begin, query_len = row, 1
-    if not single:
-        begin = tl.load(cu_seqlens_q + row).to(tl.int32)
-        query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
     parts_of_head: tl.constexpr = (head_dim + tile_dims - 1) // tile_dims
     for part in range(tl.program_id(1), query_len * num_heads * parts_of_head, tl.num_programs(1)):
         head = part // parts_of_head  # of all heads of all queries of the row
@@ -222,9 +207,9 @@ def join_kernel(
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([tile_dims], tl.float32)
         for first in range(0, count, tile_pieces):
-            pieces = first + tl.arange(0, tile_pieces)
-            exists = pieces < count
-            source = (first_piece + pieces) * query_limit * num_heads + head
+            piece = first + tl.arange(0, tile_pieces)
+            exists = piece < count
+            source = (first_piece + piece) * query_limit * num_heads + head
             place = source.to(tl.int64)[:, None] * head_dim + dims[None, :]
             inside = exists[:, None] & (dims[None, :] < head_dim)
             log_sum = tl.load(log_sum_ptr + source, mask=exists, other=float("-inf"))
@@ -235,7 +220,7 @@ def join_kernel(
             acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
             total = total * shrink + tl.sum(weight, 0)
             highest = new_highest
-        target = out_ptr + (begin.to(tl.int64) * num_heads + head) * head_dim + dims
+        target = out_ptr + (tl.cast(begin, tl.int64) * num_heads + head) * head_dim + dims
         tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < head_dim)
 
 
@@ -251,7 +236,7 @@ def attend_short(
 ) -> None:
     """Writes ``out [T, H, D]`` of the rows of up to ``query_limit`` queries."""
     num_heads, head_dim = q.shape[1:]
-    num_rows, num_kv_heads = len(meta.query_lens), k_cache.shape[2]
+    num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     longest = meta.max_seqlen_k
     plan = plan_splits(
@@ -264,6 +249,9 @@ def attend_short(
         shared_memory(q.device),
     )
     partial, log_sum = new_pieces(plan, query_limit * num_heads, head_dim, q.device)
+    is_first, pieces, rows = cut_contexts(
+        meta, plan, window, query_limit, k_cache.shape[1], single=False
+    )
     early = starts_early(q.device)
     split_kernel[num_kv_heads, plan.num_pieces](
         q,
@@ -272,12 +260,10 @@ def attend_short(
         out,
         partial,
         log_sum,
-        meta.cu_seqlens_q,
-        meta.seqlens_k,
+        pieces,
         meta.block_table,
-        num_rows,
         query_limit,
-        plan.aim,
+        int(is_first),
         meta.block_table.stride(0),
         q.stride(0),
         q.stride(1),
@@ -293,13 +279,12 @@ def attend_short(
         padded_dim=power_of_two(max(head_dim, 16)),
         tile_rows=plan.tiles.rows,
         tile_keys=plan.tiles.keys,
-        least_keys=LEAST_KEYS,
         early=early,
         num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
         launch_pdl=early,
     )
-    join_pieces(partial, log_sum, out, meta, plan, window, query_limit, single=False)
+    join_pieces(partial, log_sum, out, pieces, rows, plan, query_limit)
 
 
 def new_pieces(
@@ -311,40 +296,76 @@ def new_pieces(
     return partial, torch.empty(shape[:2], dtype=torch.float32, device=device)
 
 
-def join_pieces(
-    partial: Tensor,
-    log_sum: Tensor,
-    out: Tensor,
+def cut_contexts(
     meta: AttentionMetadata,
     plan: SplitPlan,
     window: int,
     query_limit: int,
+    block_size: int,
     *,
     single: bool,
+) -> tuple[bool, Tensor, Tensor]:
+    """What ``piece_kernel`` finds, of the rows of up to ``query_limit`` queries.
+
+    Where ``single``, each row has one, whose key is not in the cache yet. A step's first layer
+    launches the kernel, and the others share the result; a graph that is captured holds its own
+    launch. Returns whether it has been launched right now, the pieces and the rows.
+    """
+    capturing = meta.seqlens_k.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = (plan, window, query_limit, block_size, single, capturing)
+    if key in meta.pieces:
+        return False, *meta.pieces[key]
+    num_rows, device = len(meta.query_lens), meta.seqlens_k.device
+    programs = max(num_rows, plan.num_pieces)
+    pieces = torch.empty(programs, PIECE_FIELDS.value, dtype=torch.int32, device=device)
+    rows = torch.empty(num_rows, ROW_FIELDS.value, dtype=torch.int32, device=device)
+    piece_kernel[programs,](
+        pieces,
+        rows,
+        meta.seqlens_k,
+        meta.cu_seqlens_q,
+        meta.block_table,
+        num_rows,
+        query_limit,
+        plan.aim,
+        meta.block_table.stride(0),
+        window=window,
+        block_size=block_size,
+        align=key_alignment(block_size, plan.tiles.keys),
+        tile_keys=plan.tiles.keys,
+        least_keys=LEAST_KEYS,
+        single=single,
+    )
+    meta.pieces[key] = pieces, rows
+    return True, pieces, rows
+
+
+def join_pieces(
+    partial: Tensor,
+    log_sum: Tensor,
+    out: Tensor,
+    pieces: Tensor,
+    rows: Tensor,
+    plan: SplitPlan,
+    query_limit: int,
 ) -> None:
     """Writes ``out`` of the rows that have several pieces, if there can be any."""
     if plan.is_whole:
         return
-    num_rows, head_dim = len(meta.query_lens), partial.shape[2]
-    num_heads = partial.shape[1] // query_limit
+    num_rows, head_dim = len(rows), partial.shape[2]
     parts = partial.shape[1] * triton.cdiv(head_dim, JOINED_DIMS)
     early = starts_early(out.device)
     join_kernel[num_rows, min(parts, triton.cdiv(4 * num_sms(out.device), num_rows))](
         partial,
         log_sum,
         out,
-        meta.cu_seqlens_q,
-        meta.seqlens_k,
-        num_rows,
+        pieces,
+        rows,
         query_limit,
-        plan.aim,
-        num_heads=num_heads,
-        window=window,
+        num_heads=partial.shape[1] // query_limit,
         head_dim=head_dim,
         tile_dims=JOINED_DIMS,
         tile_pieces=JOINED_PIECES,
-        least_keys=LEAST_KEYS,
-        single=single,
         early=early,
         num_warps=4,
         launch_pdl=early,
