@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float16]  # the interpreter's products of bfloat1
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3}
 EPS = 1e-5
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-BY_ROWS = pytest.mark.parametrize("num_rows", [1, 2, 3, 9, 20])
+BY_ROWS = pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 9, 20])
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -80,24 +80,55 @@ def test_gated_linear(with_norm: bool, with_bias: bool, num_rows: int, dtype: to
     assert_near(out, reference.gated_linear(*double(x, weight, bias), exact_norm))
 
 
-def test_splits_leave_their_counters_at_zero() -> None:
+@BY_DTYPE
+@pytest.mark.parametrize("num_rows", [3, 7, 12])
+def test_wide_products(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many lines of weights have plans of their own; here 74 are many."""
+    monkeypatch.setattr(skinny, "WIDE", 74)
+    x, weight = random(num_rows, 272, dtype=dtype), random(2 * 37, 272, dtype=dtype, seed=1)
+    assert_near(skinny.gated_linear(x, weight), reference.gated_linear(*double(x, weight)))
+    assert_near(skinny.linear(x, weight), reference.linear(*double(x, weight)))
+
+
+@pytest.mark.parametrize("num_rows", [6, 20])
+def test_splits_leave_their_counters_at_zero(num_rows: int) -> None:
     """The sum of splits is the last arrival's work; a second product finds the counters unused."""
-    x, weight = random(20, 600), random(64, 600, seed=1)
+    x, weight = random(num_rows, 592), random(64, 592, seed=1)
+    assert skinny.plan(num_rows, 64, 592).splits == 2
     first = skinny.linear(x, weight)
+    assert_near(first, reference.linear(*double(x, weight)))
     assert torch.equal(skinny.linear(x, weight), first)
     assert not skinny.arrivals(x.device).any()
 
 
+def test_out_is_written_where_it_is_given() -> None:
+    x, weight = random(2, 32), random(5, 32, seed=1)
+    out = torch.empty(2, 5, device=DEVICE)
+    assert skinny.linear(x, weight, out=out) is out
+    assert torch.equal(out, skinny.linear(x, weight))
+
+
 @pytest.mark.parametrize(
-    ("num_rows", "weight", "expected"),
+    ("num_rows", "shape", "dtype", "expected"),
     [
-        (1, torch.zeros(8, 32), True),
-        (0, torch.zeros(8, 32), False),
-        (100_000, torch.zeros(8, 32), False),
-        (1, torch.zeros(8, 33), False),
-        (1, torch.zeros(32, 64).t(), False),
-        (1, torch.zeros(8, 32, dtype=torch.int8), False),
+        (1, (64, 4096), torch.bfloat16, True),
+        (2, (64, 4096), torch.bfloat16, True),
+        (3, (64, 4096), torch.bfloat16, False),  # the library's start and end weigh little
+        (32, (16384, 4096), torch.bfloat16, True),
+        (32, (64, 1024), torch.float16, True),
+        (33, (64, 1024), torch.float16, False),
+        (2, (64, 1024), torch.float32, True),
+        (3, (64, 1024), torch.float32, False),
+        (0, (64, 1024), torch.bfloat16, False),
+        (1, (64, 1025), torch.bfloat16, False),
+        (1, (64, 1024), torch.int8, False),
     ],
 )
-def test_is_skinny(num_rows: int, weight: Tensor, expected: bool) -> None:
-    assert skinny.is_skinny(num_rows, weight) is expected
+def test_is_skinny(
+    num_rows: int, shape: tuple[int, int], dtype: torch.dtype, expected: bool
+) -> None:
+    assert skinny.is_skinny(num_rows, torch.empty(shape, dtype=dtype)) is expected
+
+
+def test_transposed_weights_are_the_librarys() -> None:
+    assert not skinny.is_skinny(1, torch.empty(32, 64).t())

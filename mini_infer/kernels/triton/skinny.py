@@ -2,11 +2,11 @@
 
 A library's kernels leave part of the bandwidth to launches, to tails, and to the norms, gates and
 sums between them. Here each product takes those along, and starts while its predecessor still runs
-(programmatic dependent launch): it asks for its first weights before it waits for its activations.
+(programmatic dependent launch): its first weights are on their way before its activations exist.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,10 +18,21 @@ from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.skinny_tiles import tile_kernel
 from mini_infer.kernels.triton.skinny_vector import vector_kernel
 
-MAX_ROWS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 1}
-"""Per dtype, up to how many rows these kernels take."""
-MAX_TILES = 1 << 16
-FUSED_NORM_ROWS = 1
+# Measured on an H200 with the products of Qwen2.5-7B, Qwen2.5-1.5B and Qwen3-0.6B in bfloat16
+# (benchmarks/gpu_products.py): where a library's product, its norm and its gate take longer.
+VECTOR_ROWS = 2
+"""Up to here every product is ours; in float32 there is no more."""
+NARROW_VECTOR_ROWS = 4
+MAX_ROWS = 32
+WIDE = 16384
+"""Lines of weights from which on there are waves of programs, and no start or end shows."""
+SHORT = 3072
+"""Values a line up to which a library's product is mostly start and end."""
+FUSED_NORM_VALUES = 2048
+"""Up to so many activations (one row is always fused), each program norms them for itself."""
+PROGRAMS = 256
+"""Two for each processor, about."""
+MIN_TILE_ROWS = 8
 
 
 class VectorPlan(NamedTuple):
@@ -35,22 +46,24 @@ class VectorPlan(NamedTuple):
 class TilePlan(NamedTuple):
     """How ``tile_kernel`` divides a product."""
 
-    tile_n: int
+    lines: int
     tile_k: int
     parts: int
     splits: int
     stages: int
-    ahead: int
     num_warps: int
 
 
 def is_skinny(num_rows: int, weight: Tensor) -> bool:
     """Are these kernels faster than the library for ``num_rows`` and this ``weight [N, K]``?"""
-    return (
-        0 < num_rows <= MAX_ROWS.get(weight.dtype, 0)
-        and weight.shape[1] % 16 == 0
-        and weight.is_contiguous()
-    )
+    lines, size = weight.shape
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if size % 16 != 0 or not weight.is_contiguous() or num_rows == 0:
+        return False
+    if weight.dtype == torch.float32 or not (lines >= WIDE or size <= SHORT):
+        return num_rows <= VECTOR_ROWS
+    return num_rows <= MAX_ROWS
 
 
 def linear(
@@ -60,7 +73,7 @@ def linear(
     norm: Norm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.linear``; ``out [M, N]``, contiguous, is where to put it."""
+    """See ``reference.linear``; writes ``out [T, N]``, contiguous, where it is given."""
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     return _multiply(out, x, weight, bias, norm, adds=False, gated=False)
@@ -79,15 +92,24 @@ def gated_linear(
     return _multiply(out, x, weight, bias, norm, adds=False, gated=True)
 
 
-def plan(num_rows: int, num_outputs: int, size: int, gated: bool) -> VectorPlan | TilePlan:
-    """The measured best division of a product ``[num_rows, size] x [num_outputs, size].T``."""
-    if num_rows == 1:
-        return VectorPlan(4, 1024, 4)
+def plan(num_rows: int, lines: int, size: int) -> VectorPlan | TilePlan:
+    """The measured best division of a product ``[num_rows, size] x [lines, size].T``."""
+    wide = lines >= WIDE
+    if num_rows <= VECTOR_ROWS or (num_rows <= NARROW_VECTOR_ROWS and not wide):
+        if lines >= (4096 if num_rows == 1 else 6144) and size % 512 == 0:
+            return VectorPlan(4, 512, 2)
+        if lines >= 4096 or size < 2048:
+            return VectorPlan(4, 1024, 4)
+        # Few programs: more of each line at once.
+        return VectorPlan(4 if lines >= 2048 and size <= 8192 else 2, 2048, 8)
+    if wide:
+        return TilePlan(16, 64, 4, 1, 3, 4) if num_rows <= 8 else TilePlan(64, 128, 1, 1, 4, 4)
+    tile_lines = 16 if num_rows <= 16 else 32
+    fill = min(8, size // 256, PROGRAMS * tile_lines // lines)  # splits, if tiles alone are few
+    splits = 1 << (max(fill, 1).bit_length() - 1)
     if num_rows <= 16:
-        return TilePlan(8 if gated else 16, 128, 4, 1, 3, 0, 4)
-    tile_n = 32 if gated else 64
-    splits = max(1, min(8, 132 * 2 * tile_n // num_outputs))
-    return TilePlan(tile_n, 128, 1, splits, 4, 4, 4)
+        return TilePlan(tile_lines, 128, 2, splits, 5, 2)
+    return TilePlan(tile_lines, 128, 1, splits, 6, 4)
 
 
 def _multiply(
@@ -101,74 +123,63 @@ def _multiply(
     gated: bool,
 ) -> Tensor:
     num_rows, size = x.shape
-    num_outputs = out.shape[1]
-    chosen = plan(num_rows, num_outputs, size, gated)
-    if norm is not None and num_rows > FUSED_NORM_ROWS:
+    chosen = plan(num_rows, weight.shape[0], size)
+    fuses = isinstance(chosen, VectorPlan) and (num_rows == 1 or x.numel() <= FUSED_NORM_VALUES)
+    if norm is not None and not fuses:
         x, norm = rms_norm(x, *norm), None
-    x = x.contiguous()
     early = starts_early(x.device)
-    weight_of_norm, eps = norm if norm is not None else (x, 0.0)
-    flags = {
+    common: dict[str, Any] = {
+        "size": size,
+        "lines": chosen.lines,
+        "tile_k": chosen.tile_k,
         "has_bias": bias is not None,
-        "has_norm": norm is not None,
         "adds": adds,
         "gated": gated,
         "early": early,
+        "num_warps": chosen.num_warps,
         "launch_pdl": early,
     }
-    bias = x if bias is None else bias
+    bias = x if bias is None else bias  # not read
+    num_outputs = out.shape[1]
+    tiles = triton.cdiv(weight.shape[0], chosen.lines)
+    x = x.contiguous()
     if isinstance(chosen, VectorPlan):
-        tiles = triton.cdiv(num_outputs, chosen.lines // 2 if gated else chosen.lines)
+        norm_weight, eps = (x, 0.0) if norm is None else norm
         vector_kernel[tiles,](
             x,
             weight,
             bias,
-            weight_of_norm,
+            norm_weight,
             out,
             num_rows,
             num_outputs,
             eps,
-            size=size,
             tile_m=power_of_two(num_rows),
-            lines=chosen.lines,
-            tile_k=chosen.tile_k,
-            num_warps=chosen.num_warps,
-            **flags,
+            has_norm=norm is not None,
+            **common,
         )
         return out
-    tiles = triton.cdiv(num_outputs, chosen.tile_n)
-    tile_m = max(8, power_of_two(num_rows))
-    lines = chosen.tile_n * (2 if gated else 1)
-    stage = (tile_m + lines) * chosen.parts * chosen.tile_k * x.element_size()
-    partial, count = x, x
+    tile_m = max(MIN_TILE_ROWS, power_of_two(num_rows))
+    stage = (tile_m + chosen.lines) * chosen.parts * chosen.tile_k * x.element_size()
+    partial, count = x, x  # not used
     if chosen.splits > 1:
-        shape = (tiles, chosen.splits, tile_m, lines)
+        shape = (tiles, chosen.splits, tile_m, chosen.lines)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         count = arrivals(x.device)
     tile_kernel[tiles, chosen.splits](
         x,
         weight,
         bias,
-        weight_of_norm,
         out,
         partial,
         count,
-        weight,
         num_rows,
         num_outputs,
-        eps,
-        chosen.ahead,
-        0,
-        0,
-        size=size,
         tile_m=tile_m,
-        tile_n=chosen.tile_n,
-        tile_k=chosen.tile_k,
         parts=chosen.parts,
         splits=chosen.splits,
-        stages=min(chosen.stages, shared_memory(x.device) // stage),
-        num_warps=chosen.num_warps,
-        **flags,
+        stages=max(1, min(chosen.stages, shared_memory(x.device) // stage)),
+        **common,
     )
     return out
 
@@ -176,4 +187,4 @@ def _multiply(
 @functools.cache
 def arrivals(device: torch.device) -> Tensor:
     """How many splits of each tile have arrived: zero between kernels, so allocated once."""
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)

@@ -40,8 +40,7 @@ def vector_kernel(
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-    tile_n: tl.constexpr = lines // 2 if gated else lines
-    first = tl.program_id(0) * tile_n
+    first = tl.program_id(0) * (lines // 2 if gated else lines)
     row = tl.arange(0, tile_m)[:, None, None]
     line = tl.arange(0, lines)[None, :, None]
     k = tl.arange(0, tile_k)[None, None, :]
@@ -65,16 +64,19 @@ def vector_kernel(
         x *= g.to(tl.float32)
     acc = fold(x * w.to(tl.float32), tile_m, lines, tile_k)
     for start in range(tile_k, size, tile_k):
-        inside = k < size - start
-        w = tl.load(
-            weights + start, mask=is_output & inside, other=0.0, eviction_policy="evict_first"
-        )
-        x = tl.load(values + start, mask=is_row & inside, other=0.0).to(tl.float32)
+        wanted = is_output
+        present = is_row
+        if size % tile_k != 0:  # else no mask depends on the loop, and several tiles are in flight
+            inside = k < size - start
+            wanted = is_output & inside
+            present = is_row & inside
+        w = tl.load(weights + start, mask=wanted, other=0.0, eviction_policy="evict_first")
+        x = tl.load(values + start, mask=present, other=0.0).to(tl.float32)
         if has_norm:
             squares += fold(x * x, tile_m, 1, tile_k)
-            x *= tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+            x *= tl.load(norm_ptr + start + k, mask=k < size - start, other=0.0).to(tl.float32)
         acc += fold(x * w.to(tl.float32), tile_m, lines, tile_k)
     out = tl.sum(acc, 2)
     if has_norm:
         out *= tl.rsqrt(tl.sum(squares, 2) / size + eps)
-    finish(out, addend, out_ptr, first, num_rows, num_outputs, tile_m, tile_n, gated)
+    finish(out, addend, out_ptr, first, num_rows, num_outputs, tile_m, lines, gated)
