@@ -5,6 +5,7 @@ import logging
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import OutOfMemoryError
+from mini_infer.modeling.kernel_warm_up import compile_kernels
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.runtime.executor import StepHandle
@@ -31,6 +32,7 @@ class LocalExecutor:
         """
         try:
             self._runner.load()
+            compile_kernels(self._runner)
             num_blocks = self._runner.profile_num_blocks()
             self._runner.init_cache(num_blocks)
             self._runner.capture_graphs()
