@@ -164,11 +164,11 @@ def decode_rows(timer: Timer, bandwidth: float) -> list[dict[str, Any]]:
 
 def without_splits(timer: Timer, calls: Sequence[Callable[[], Tensor]]) -> float:
     """One program for each row and key-value head."""
-    per_sm, split_attention.PROGRAMS_PER_SM = split_attention.PROGRAMS_PER_SM, 0
+    split_attention.SPLITS = False
     try:
         return timer(*calls)
     finally:
-        split_attention.PROGRAMS_PER_SM = per_sm
+        split_attention.SPLITS = True
 
 
 def prefill_rows(timer: Timer, rate: float) -> list[dict[str, Any]]:

@@ -108,6 +108,18 @@ def test_shapes_of_heads_and_blocks(shape: Shape) -> None:
     Step([70, 3, 1], shape).run(with_norm=True)
 
 
+def head_major(cache: Tensor) -> Tensor:
+    """The same values where a head's keys of a block are one piece of memory, as on a GPU."""
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda s: f"blocks of {s.block_size}")
+def test_heads_that_lie_apart(shape: Shape) -> None:
+    step = Step([300, 3, 1], shape)
+    step.caches = head_major(step.caches[0]), head_major(step.caches[1])
+    step.run()
+
+
 def test_half_precision() -> None:
     """Bfloat16, whose products the interpreter gets wrong, is among the GPU's tests."""
     Step([300, 40], SHAPES[1], torch.float16).run(with_norm=True)

@@ -96,10 +96,11 @@ def test_half_precision(query_len: int) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "num_kv_heads", "max_keys", "num_pieces"),
     [
-        pytest.param(1, 4, 32768, 66, id="one request: two programs a processor"),
+        pytest.param(1, 4, 32768, 33, id="one request: a program a processor"),
         pytest.param(1, 4, 256, 4, id="never more pieces than are worth their cost"),
         pytest.param(1, 4, 90, 1, id="a short context is one piece"),
-        pytest.param(32, 4, 32768, 97, id="rows share the pieces"),
+        pytest.param(32, 4, 32768, 64, id="rows share the pieces"),
+        pytest.param(64, 4, 32768, 129, id="many rows: two programs a processor"),
         pytest.param(2, 300, 32768, 2, id="more heads than processors"),
     ],
 )
@@ -120,6 +121,20 @@ def test_tiles_fit_the_memory_of_smaller_cards(head_bytes: int, kib: int) -> Non
         padded = 1 << (head_bytes - 1).bit_length()
         used = (tiles.rows + 2 * tiles.keys * tiles.num_stages) * padded
         assert used <= kib * 1024 or (tiles.keys, tiles.num_stages) == (16, 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"blocks of {s.block_size}")
+def test_heads_that_lie_apart(shape: Shape) -> None:
+    """A head's keys of a block are one piece of memory, as on a GPU."""
+    batch = on_device(paged_batch([1, 20, 3], [70, 40, 21], shape))
+    caches = (
+        cache.transpose(1, 2).contiguous().transpose(1, 2)
+        for cache in (batch.k_cache, batch.v_cache)
+    )
+    arguments = (*caches, batch.meta, batch.scale)
+    out = triton_attention.paged_attention(batch.q, *arguments)
+    expected = reference.paged_attention(batch.q, *arguments)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
 
 
 def test_more_splits_than_a_row_has_tiles() -> None:

@@ -102,6 +102,16 @@ def test_rotary_and_write_kv(
     assert (v_slots[untouched] == 7).all()
 
 
+def test_rotary_and_write_kv_where_heads_lie_apart() -> None:
+    qkv, slots = random(5, 6, 16), torch.tensor(SLOTS, device=DEVICE)
+    plain, apart = caches(2, 16, torch.float32), caches(2, 16, torch.float32)
+    apart = tuple(cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in apart)
+    for cache in (plain, apart):
+        rotary.rotary_and_write_kv(qkv, random_rope(5, 16), *cache, slots)
+    assert torch.equal(plain[0], apart[0])
+    assert torch.equal(plain[1], apart[1])
+
+
 @pytest.mark.parametrize("cache_dtype", DTYPES[:2])  # the interpreter truncates to bfloat16
 def test_the_cache_may_have_another_dtype(cache_dtype: torch.dtype) -> None:
     qkv, slots = random(5, 4, 16), torch.tensor(SLOTS, device=DEVICE)

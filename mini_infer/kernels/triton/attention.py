@@ -23,7 +23,7 @@ def paged_attention(
 
     Rows of up to ``SHORT_QUERY`` queries are split over their contexts, longer ones tiled; the
     kernels of each leave the other's rows alone. The two caches must be
-    laid out alike, block after block.
+    laid out alike.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     short = max((length for length in meta.query_lens if length <= SHORT_QUERY), default=0)

@@ -24,9 +24,9 @@ from mini_infer.kernels.triton.launch import (
 from mini_infer.kernels.triton.paged_tiles import (
     attend_tile,
     key_alignment,
-    key_slots,
+    key_blocks,
+    known_blocks,
     load_tile,
-    slots_in_blocks,
 )
 from mini_infer.kernels.triton.pieces import PIECE_FIELDS, last_tile, seen_keys
 from mini_infer.kernels.triton.rotary import (
@@ -67,6 +67,7 @@ def decode_kernel(
     num_kv_heads: tl.constexpr,
     norms: tl.constexpr,
     window: tl.constexpr,
+    block_stride: tl.constexpr,
     token_stride: tl.constexpr,
     head_stride: tl.constexpr,
     block_size: tl.constexpr,
@@ -85,13 +86,12 @@ def decode_kernel(
     [pieces, H]``, both float32. A step of short contexts is all latency: what follows the wait is
     kept short.
     """
-    if early:
-        tl.extra.cuda.gdc_launch_dependents()
     group: tl.constexpr = num_heads // num_kv_heads
     kv_head, piece = tl.program_id(0), tl.program_id(1)
-    if early:  # noqa: SIM102 -- one is a constant of compilation
+    if early:
         if is_first:  # piece_kernel comes right before
             tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     fields = pieces + piece * PIECE_FIELDS
     row, index, count = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     start, end, context = tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5)
@@ -109,16 +109,38 @@ def decode_kernel(
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
     if align > 1:
-        slots = slots_in_blocks(fields + 8, tail, block_size, tile_keys, align)
+        blocks = known_blocks(fields + 8, tile_keys, align)
     else:
-        slots = key_slots(table, tail, end, block_size, tile_keys, align)
+        blocks = key_blocks(table, tail, end, block_size, tile_keys, align)
     tail_k = load_tile(
-        k_head, slots, token_stride, tail, end, head_dim, padded_dim, tile_keys, True
+        k_head,
+        blocks,
+        block_stride,
+        token_stride,
+        tail,
+        end,
+        block_size,
+        align,
+        head_dim,
+        padded_dim,
+        tile_keys,
+        True,
     )
     tail_v = load_tile(
-        v_head, slots, token_stride, tail, end, head_dim, padded_dim, tile_keys, True
+        v_head,
+        blocks,
+        block_stride,
+        token_stride,
+        tail,
+        end,
+        block_size,
+        align,
+        head_dim,
+        padded_dim,
+        tile_keys,
+        True,
     )
-    slots = key_slots(table, start, tail, block_size, tile_keys, align)
+    blocks = key_blocks(table, start, tail, block_size, tile_keys, align)
 
     rows = tl.arange(0, tile_rows)
     dims = tl.arange(0, padded_dim)
@@ -154,7 +176,7 @@ def decode_kernel(
         new_swapped = scale_head(new_swapped, k_scale, k_weight_swapped)
     q = rotate(q, swapped, cos[None, :], sin[None, :])
     new_k = rotate(new_k, new_swapped, cos, sin)
-    place = slot * token_stride + dims
+    place = slot // block_size * block_stride + slot % block_size * token_stride + dims
     tl.store(k_head + place, new_k, mask=is_dim & is_last)
     tl.store(v_head + place, new_v, mask=is_dim & is_last)
 
@@ -166,18 +188,40 @@ def decode_kernel(
     acc += tl.where(is_last, new_v.to(tl.float32), 0.0)[None, :]
     for first_key in range(start, tail, tile_keys):
         # A tile ahead, so that the address of a key is known when its load is due.
-        next_slots = key_slots(table, first_key + tile_keys, tail, block_size, tile_keys, align)
+        next_blocks = key_blocks(table, first_key + tile_keys, tail, block_size, tile_keys, align)
         k = load_tile(
-            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
+            k_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            False,
         )
         v = load_tile(
-            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
+            v_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            False,
         )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
         acc, row_sum, row_max = attend_tile(
             acc, row_sum, row_max, q, k, v, keys >= lowest, scale_log2, window > 0
         )
-        slots = next_slots
+        blocks = next_blocks
     keys = tail + tl.arange(0, tile_keys)[None, :]
     acc, row_sum, row_max = attend_tile(
         acc,
@@ -215,7 +259,7 @@ def decode_attention(
     """See ``reference.attend``, for steps of one query a row: ``qkv [R, H + 2 Hkv, D]``.
 
     Returns ``[R, H * D]``. ``qkv`` is contiguous within a row and has the dtype of the caches,
-    which are laid out alike, block after block. Every row owns its slot, except that padded rows
+    which are laid out alike. Every row owns its slot, except that padded rows
     (context 1) may share one. What ``meta`` and ``rope`` hold must have been written before the
     first kernel of the step that starts early.
     """
@@ -259,6 +303,7 @@ def decode_attention(
         num_kv_heads=num_kv_heads,
         norms=qk_norm is not None,
         window=window,
+        block_stride=k_cache.stride(0),
         token_stride=k_cache.stride(1),
         head_stride=k_cache.stride(2),
         block_size=k_cache.shape[1],

@@ -16,7 +16,7 @@ def key_alignment(block_size: int, tile_keys: int) -> int:
 
 
 @triton.jit
-def key_slots(
+def key_blocks(
     table,
     first_key,
     end_key,
@@ -24,62 +24,59 @@ def key_slots(
     tile_keys: tl.constexpr,
     align: tl.constexpr,
 ):
-    """Where the keys of a tile lie ``[tile_keys]``, in tokens from the start of the cache.
+    """Block of each key of a tile ``[tile_keys]``. Past ``end_key`` the table is not looked at.
 
     ``first_key`` is a multiple of ``align``, see ``key_alignment``. If that is 1, each key's block
-    is looked up, else each block once. Past ``end_key`` the table is not looked at.
+    is looked up, else each block once.
     """
     keys = tl.arange(0, tile_keys)
     if align == 1:
         keys += first_key
-        blocks = tl.load(table + keys // block_size, mask=keys < end_key, other=0)
-        return blocks * block_size + keys % block_size
-    slots = keys % align
-    if align < block_size:
-        slots += first_key % block_size
+        return tl.load(table + keys // block_size, mask=keys < end_key, other=0)
+    blocks = keys * 0
     for part in tl.static_range(tile_keys // align):
         key = first_key + part * align
         block = tl.load(table + key // block_size, mask=key < end_key, other=0)
-        slots = tl.where(keys // align == part, slots + block * block_size, slots)
-    return slots
+        blocks = tl.where(keys // align == part, block, blocks)
+    return blocks
 
 
 @triton.jit
-def slots_in_blocks(
-    blocks, first_key, block_size: tl.constexpr, tile_keys: tl.constexpr, align: tl.constexpr
-):
+def known_blocks(ids, tile_keys: tl.constexpr, align: tl.constexpr):
     """The same where the tile's blocks have been looked up already, one every ``align`` keys."""
     keys = tl.arange(0, tile_keys)
-    slots = keys % align
-    if align < block_size:
-        slots += first_key % block_size
+    blocks = keys * 0
     for part in tl.static_range(tile_keys // align):
-        block = tl.load(blocks + part)
-        slots = tl.where(keys // align == part, slots + block * block_size, slots)
-    return slots
+        blocks = tl.where(keys // align == part, tl.load(ids + part), blocks)
+    return blocks
 
 
 @triton.jit
 def load_tile(
     head_cache,
-    slots,
-    token_stride,
+    blocks,
+    block_stride: tl.constexpr,
+    token_stride: tl.constexpr,
     first_key,
     end_key,
+    block_size: tl.constexpr,
+    align: tl.constexpr,
     head_dim: tl.constexpr,
     padded_dim: tl.constexpr,
     tile_keys: tl.constexpr,
     masked: tl.constexpr,
 ):
     """Keys or values of one head ``[tile_keys, padded_dim]``, zeros where none are."""
+    keys = tl.arange(0, tile_keys)
+    token = (keys if align == block_size else first_key + keys) % block_size
     dims = tl.arange(0, padded_dim)
-    pointers = head_cache + slots.to(tl.int64)[:, None] * token_stride + dims[None, :]
+    offsets = blocks.to(tl.int64) * block_stride + token * token_stride
+    pointers = head_cache + offsets[:, None] + dims[None, :]
     if not masked and head_dim == padded_dim:
         return tl.load(pointers)
     inside = dims[None, :] < head_dim
     if masked:
-        keys = first_key + tl.arange(0, tile_keys)
-        inside &= (keys < end_key)[:, None]
+        inside &= (first_key + keys < end_key)[:, None]
     return tl.load(pointers, mask=inside, other=0.0)
 
 

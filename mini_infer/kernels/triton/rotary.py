@@ -64,12 +64,14 @@ def rotary_and_write_kernel(
     v_cache,
     slot_mapping,
     token_stride,
+    cache_block_stride,
     cache_token_stride,
     cache_head_stride,
     eps,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    block_size: tl.constexpr,
     padded_dim: tl.constexpr,
     tile_heads: tl.constexpr,
     norms: tl.constexpr,
@@ -110,7 +112,7 @@ def rotary_and_write_kernel(
         turned_swapped = scale_head(swapped, scale, swapped_weight)
     turned = rotate(turned, turned_swapped, cos, sin)
     tl.store(q_out_ptr + (token * num_heads + head) * head_dim + dim, turned, mask=is_query)
-    place = slot * cache_token_stride + dim
+    place = slot // block_size * cache_block_stride + slot % block_size * cache_token_stride + dim
     key = place + (head - num_heads) * cache_head_stride
     tl.store(k_cache + key, turned.to(k_cache.dtype.element_ty), mask=is_key)
     value = place + (head - num_heads - num_kv_heads) * cache_head_stride
@@ -129,7 +131,7 @@ def rotary_and_write_kv(
 
     ``qkv [T, H + 2 Hkv, D]`` is the packed projection, contiguous within a token; ``qk_norm`` the
     weights ``[D]`` of the query and key norm and their epsilon, for Qwen3. The two caches must be
-    laid out alike, block after block. The same as ``rms_norm``, ``apply_rotary`` and ``write_kv``,
+    laid out alike. The same as ``rms_norm``, ``apply_rotary`` and ``write_kv``,
     one after the other.
     """
     num_tokens, total_heads, head_dim = qkv.shape
@@ -150,11 +152,12 @@ def rotary_and_write_kv(
         v_cache,
         slot_mapping,
         qkv.stride(0),
-        *k_cache.stride()[1:3],
+        *k_cache.stride()[:3],
         eps,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        block_size=k_cache.shape[1],
         padded_dim=power_of_two(head_dim),
         tile_heads=tile_heads,
         norms=qk_norm is not None,

@@ -21,7 +21,7 @@ from mini_infer.kernels.triton.launch import (
     shared_memory,
     starts_early,
 )
-from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_slots, load_tile
+from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tile
 from mini_infer.kernels.triton.pieces import (
     PIECE_FIELDS,
     ROW_FIELDS,
@@ -31,7 +31,8 @@ from mini_infer.kernels.triton.tiles import Tiles, fit
 
 LEAST_KEYS = 64
 """Keys of a piece, at least: fewer cost more to weigh than to read."""
-PROGRAMS_PER_SM = 2
+SPLITS = True
+"""Whether contexts are cut at all."""
 JOINED_DIMS = 32
 JOINED_PIECES = 64
 
@@ -63,11 +64,16 @@ def plan_splits(
     ``num_queries`` is tokens of a row times heads of a group, ``head_bytes`` the size of one key,
     ``memory`` what a program can share among its threads. A row has as many pieces as its share of
     all keys of the step, rounded, but one at least: so there are at most ``aim + num_rows - 1``.
+
+    While rows and heads alone do not fill the ``sms`` processors, each of these gets one program
+    with wide tiles, else two with narrow ones: the fastest of those tried on an H200.
     """
-    aim = max(1, PROGRAMS_PER_SM * sms // num_kv_heads)
+    is_wide = num_rows * num_kv_heads <= sms and num_queries <= 16
+    programs, most_keys, num_warps = (sms, 128, 8) if is_wide else (2 * sms, 64, 4)
+    aim = max(1, programs // num_kv_heads) if SPLITS else 1
     row_limit = max(1, (max_keys + LEAST_KEYS // 2) // LEAST_KEYS)
-    keys = max(16, min(64, 64 * 256 // power_of_two(head_bytes)))
-    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps=8, num_stages=3)
+    keys = max(16, min(most_keys, most_keys * 256 // power_of_two(head_bytes)))
+    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps, num_stages=3)
     num_pieces = min(aim + num_rows - 1, num_rows * row_limit)
     return SplitPlan(aim, num_pieces, num_pieces == num_rows, fit(tiles, head_bytes, memory))
 
@@ -91,6 +97,7 @@ def split_kernel(
     num_heads: tl.constexpr,
     group: tl.constexpr,
     window: tl.constexpr,
+    block_stride: tl.constexpr,
     token_stride: tl.constexpr,
     head_stride: tl.constexpr,
     block_size: tl.constexpr,
@@ -107,12 +114,11 @@ def split_kernel(
     ``out [T, H, D]`` where the row has one piece, else ``partial [pieces, query_limit, H, D]`` and
     ``log_sum [pieces, query_limit, H]``, both float32.
     """
-    if early:
-        tl.extra.cuda.gdc_launch_dependents()
     kv_head, piece = tl.program_id(0), tl.program_id(1)
-    if early:  # noqa: SIM102 -- one is a constant of compilation
+    if early:
         if is_first:  # piece_kernel comes right before
             tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     fields = pieces + piece * PIECE_FIELDS
     row, count = tl.load(fields), tl.load(fields + 2)
     start, end, context = tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5)
@@ -136,17 +142,39 @@ def split_kernel(
     v_head = v_cache + kv_head * head_stride
     table = block_table + row.to(tl.int64) * table_stride
     # Loaded a tile ahead, so that the address of a key is known when its load is due.
-    slots = key_slots(table, start, end, block_size, tile_keys, align)
+    blocks = key_blocks(table, start, end, block_size, tile_keys, align)
     acc = tl.zeros([tile_rows, padded_dim], tl.float32)
     row_sum = tl.zeros([tile_rows], tl.float32)
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, end, tile_keys):
-        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        next_blocks = key_blocks(table, first_key + tile_keys, end, block_size, tile_keys, align)
         k = load_tile(
-            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+            k_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            True,
         )
         v = load_tile(
-            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+            v_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            True,
         )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
         visible = (keys < end) & (keys <= position[:, None])
@@ -155,7 +183,7 @@ def split_kernel(
         acc, row_sum, row_max = attend_tile(
             acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
-        slots = next_slots
+        blocks = next_blocks
     seen = row_sum > 0.0  # not where all keys of the piece are newer than the query
     result = acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None]
     if count == 1:
@@ -271,6 +299,7 @@ def attend_short(
         num_heads=num_heads,
         group=group,
         window=window,
+        block_stride=k_cache.stride(0),
         token_stride=k_cache.stride(1),
         head_stride=k_cache.stride(2),
         block_size=k_cache.shape[1],
@@ -367,6 +396,6 @@ def join_pieces(
         tile_dims=JOINED_DIMS,
         tile_pieces=JOINED_PIECES,
         early=early,
-        num_warps=4,
+        num_warps=1,
         launch_pdl=early,
     )

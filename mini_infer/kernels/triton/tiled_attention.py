@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.kernels.triton.launch import power_of_two, shared_memory
-from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_slots, load_tile
+from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tile
 from mini_infer.kernels.triton.tiles import Tiles, fit
 
 
@@ -34,6 +34,7 @@ def tiled_kernel(
     num_heads: tl.constexpr,
     group: tl.constexpr,
     window: tl.constexpr,
+    block_stride: tl.constexpr,
     token_stride: tl.constexpr,
     head_stride: tl.constexpr,
     block_size: tl.constexpr,
@@ -89,27 +90,71 @@ def tiled_kernel(
     v_head = v_cache + kv_head * head_stride
     table = block_table + tl.cast(low, tl.int64) * table_stride
     # Loaded a tile ahead, so that the address of a key is known when its load is due.
-    slots = key_slots(table, start, end, block_size, tile_keys, align)
+    blocks = key_blocks(table, start, end, block_size, tile_keys, align)
     acc = tl.zeros([tile_rows, padded_dim], tl.float32)
     row_sum = tl.zeros([tile_rows], tl.float32)
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, seen_by_all, tile_keys):
-        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        next_blocks = key_blocks(table, first_key + tile_keys, end, block_size, tile_keys, align)
         k = load_tile(
-            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
+            k_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            False,
         )
         v = load_tile(
-            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, False
+            v_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            False,
         )
         acc, row_sum, row_max = attend_tile(acc, row_sum, row_max, q, k, v, True, scale_log2, False)
-        slots = next_slots
+        blocks = next_blocks
     for first_key in range(seen_by_all, end, tile_keys):
-        next_slots = key_slots(table, first_key + tile_keys, end, block_size, tile_keys, align)
+        next_blocks = key_blocks(table, first_key + tile_keys, end, block_size, tile_keys, align)
         k = load_tile(
-            k_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+            k_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            True,
         )
         v = load_tile(
-            v_head, slots, token_stride, first_key, end, head_dim, padded_dim, tile_keys, True
+            v_head,
+            blocks,
+            block_stride,
+            token_stride,
+            first_key,
+            end,
+            block_size,
+            align,
+            head_dim,
+            padded_dim,
+            tile_keys,
+            True,
         )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
         visible = (keys < end) & (keys <= position[:, None])
@@ -118,7 +163,7 @@ def tiled_kernel(
         acc, row_sum, row_max = attend_tile(
             acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
-        slots = next_slots
+        blocks = next_blocks
     target = ((begin + token).to(tl.int64) * num_heads + head) * head_dim
     out = (acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + target[:, None] + dims[None, :], out, mask=inside)
@@ -170,6 +215,7 @@ def attend_long(
         num_heads=num_heads,
         group=group,
         window=window,
+        block_stride=k_cache.stride(0),
         token_stride=k_cache.stride(1),
         head_stride=k_cache.stride(2),
         block_size=k_cache.shape[1],
