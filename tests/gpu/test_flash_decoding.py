@@ -51,23 +51,24 @@ class Layer:
         dtype: torch.dtype,
         table: Tensor,
     ) -> None:
-        num_heads, self.num_kv_heads, head_dim = heads
+        num_heads, num_kv_heads, head_dim = heads
         num_blocks = sum(-(-context // BLOCK) for context in meta.context_lens)
-        shape = (num_blocks, BLOCK, 2 * self.num_kv_heads, head_dim)
+        # A head's keys of a block are one piece of memory, as in the engine's caches.
+        shape = (num_blocks, 2, num_kv_heads, BLOCK, head_dim)
         self.pair = torch.randn(shape, device=DEVICE, dtype=dtype)
-        self.pair.flatten(0, 1)[meta.slot_mapping] = 3e4
-        rows, total = len(meta.context_lens), num_heads + 2 * self.num_kv_heads
+        self.caches = self.pair[:, 0].transpose(1, 2), self.pair[:, 1].transpose(1, 2)
+        for cache in self.caches:
+            cache[meta.slot_mapping // BLOCK, meta.slot_mapping % BLOCK] = 3e4
+        rows, total = len(meta.context_lens), num_heads + 2 * num_kv_heads
         self.qkv = torch.randn(rows, total, head_dim, device=DEVICE, dtype=dtype)
         weights = (torch.randn(head_dim, device=DEVICE, dtype=dtype) for _ in range(2))
         self.qk_norm = (*weights, 1e-6)
         self.table, self.scale = table, head_dim**-0.5
 
     def arguments(self, meta: AttentionMetadata, window: int | None, with_norm: bool) -> tuple:
-        heads = self.num_kv_heads
         rope = Rope(self.table, meta.seqlens_k.long() - 1)
-        caches = self.pair[:, :, :heads], self.pair[:, :, heads:]
         qk_norm = self.qk_norm if with_norm else None
-        return self.qkv, rope, *caches, meta, self.scale, window, qk_norm
+        return self.qkv, rope, *self.caches, meta, self.scale, window, qk_norm
 
     def exact(self, meta: AttentionMetadata, window: int | None, with_norm: bool) -> list[Tensor]:
         """Output and caches in float64."""
@@ -76,7 +77,7 @@ class Layer:
         if norm is not None:
             norm = (norm[0].double(), norm[1].double(), norm[2])
         out = reference.attend(qkv.double(), rope, *caches, meta, scale, window, norm)
-        return [out, torch.cat(caches, dim=2)]
+        return [out, *caches]
 
 
 def assert_near(out: Tensor, exact: Tensor) -> None:
@@ -103,7 +104,7 @@ def test_against_float64(
     exact = layer.exact(meta, window, with_norm)
     torch.full((64 << 20,), math.nan, device=DEVICE)  # what an unwritten element would show
     out = decode_attention(*layer.arguments(meta, window, with_norm))
-    for result, expected in zip((out, layer.pair), exact, strict=True):
+    for result, expected in zip((out, *layer.caches), exact, strict=True):
         assert_near(result, expected)
 
 
@@ -126,10 +127,10 @@ def test_a_graph_of_the_longest_context_serves_shorter_ones() -> None:
         layer.qkv.normal_()
         layer.pair.normal_()
         out.fill_(math.nan)
-        expected, pair = layer.exact(step, None, False)
+        exact = layer.exact(step, None, False)
         graph.replay()
-        assert_near(out, expected)
-        assert_near(layer.pair, pair)
+        for result, expected in zip((out, *layer.caches), exact, strict=True):
+            assert_near(result, expected)
 
 
 def test_layers_that_start_early_do_not_overtake_each_other() -> None:
