@@ -137,6 +137,29 @@ def test_heads_that_lie_apart(shape: Shape) -> None:
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
 
 
+def test_rows_of_a_graph_that_was_captured_for_other_chunks() -> None:
+    """The host knows the captured lengths: two single tokens and a chunk. Replayed are a token, a
+    short chunk, and a row without any."""
+    batch = on_device(paged_batch([1, 5], [300, 70], SHAPES[0]))
+    meta, zero = batch.meta, torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    graph_meta = replace(
+        meta,
+        cu_seqlens_q=torch.cat((meta.cu_seqlens_q, zero + 6)),
+        seqlens_k=torch.cat((meta.seqlens_k, zero)),
+        block_table=torch.cat((meta.block_table, meta.block_table[:1])),
+        query_lens=(1, 1, 6),
+        context_lens=(4096,) * 3,
+        max_query_len=6,
+        max_seqlen_k=4096,
+    )
+    arguments = (batch.q, batch.k_cache, batch.v_cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "SHORT_QUERY", 4)
+        out = triton_attention.paged_attention(*arguments, graph_meta, batch.scale)
+    expected = reference.paged_attention(*arguments, meta, batch.scale)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+
+
 def test_more_splits_than_a_row_has_tiles() -> None:
     """A graph is captured for the longest context: shorter rows leave splits empty."""
     batch = paged_batch([1, 1], [70, 3], SHAPES[0])
