@@ -85,7 +85,7 @@ class ModelRunner:
                 rows = to_device(layout.sampled_rows, self.device)
                 logits = self.model.compute_logits(x.index_select(0, rows))
                 result = self._sample(logits, layout.sampling_slots, layout.sampling_positions)
-            return LocalStep(batch, self.state.params_by_slot, result, prompt_rows)
+            return LocalStep(batch, self.state.params_by_slot, result, prompt_rows, self.device)
 
     def release(self) -> None:
         """Frees weights, cache and graphs."""
@@ -119,7 +119,7 @@ class ModelRunner:
         result = SampleResult(token_ids)
         if self.state.sampling.needs_edits(slots, positions):
             result = self._sample(logits, slots, positions)  # over what the graph drew
-        return LocalStep(batch, self.state.params_by_slot, result, [])
+        return LocalStep(batch, self.state.params_by_slot, result, [], self.device)
 
     def _sample(self, logits: Tensor, slots: Integers, positions: Integers) -> SampleResult:
         state = self.state

@@ -74,24 +74,23 @@ class LocalStep:
         params_by_slot: dict[int, SamplingParams],
         sampled: SampleResult | None,
         prompt_rows: list[PromptRows],
+        device: torch.device,
     ) -> None:
         self._batch = batch
         self._sampled = self._num_top = None
-        self._done: torch.cuda.Event | None = None
         if sampled is not None:
             logprobs = sampled.logprobs
             if logprobs is not None:
                 self._num_top = [params_by_slot[chunk.slot].logprobs for chunk in batch.chunks]
                 logprobs = _on_host(logprobs)
             self._sampled = SampleResult(to_host(sampled.token_ids), logprobs)
-            if sampled.token_ids.is_cuda:
-                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._prompt_rows = [
             replace(rows, targets=to_host(rows.targets), logprobs=_on_host(rows.logprobs))
             for rows in prompt_rows
         ]
-        if self._done is not None:
-            self._done.record()
+        # Also of a step that samples nothing: it may bring a prompt's log-probabilities, and steps
+        # that nobody waits for would pile up on the device, ahead of whoever arrives next.
+        self._done = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
     def result(self) -> StepOutput:
         """Token ids and log-probabilities, aligned with the batch's chunks."""

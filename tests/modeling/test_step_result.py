@@ -11,7 +11,7 @@ from mini_infer.modeling.load import load_model
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.sampler import token_logprobs
-from mini_infer.modeling.step_result import ROWS_AT_ONCE, read_logprobs
+from mini_infer.modeling.step_result import ROWS_AT_ONCE, LocalStep, read_logprobs
 from tests.modeling.driver import PagedDriver
 from tests.runtime.engine_tools import run
 from tests.runtime.fake_executor import make_config
@@ -70,3 +70,26 @@ def test_log_probabilities_of_a_prompt_longer_than_what_is_held_at_a_time(chunk_
         for shown, logprob in entry.items():
             assert logprob.logprob == pytest.approx(row[shown].item(), abs=1e-4)
             assert logprob.rank == 1 + int((row > row[shown]).sum())
+
+
+def test_a_step_that_samples_nothing_is_waited_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies to the host, of a prompt's log-probabilities, are not over before the step is."""
+    calls: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+    class Stream:
+        def record_event(self) -> Event:
+            calls.append("record")
+            return Event()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    batch = ScheduledBatch(0, (Chunk("r", 0, 0, 3, samples=False),))
+    LocalStep(batch, {}, None, [], torch.device("cpu")).result()
+    assert not calls
+    step = LocalStep(batch, {}, None, [], torch.device("cuda"))
+    assert calls == ["record"]
+    assert step.result().token_ids == ((),)
+    assert calls == ["record", "wait"]
