@@ -49,12 +49,17 @@ class ChunkGraphs:
         self._config, self._model, self._caches, self._state = config, model, caches, state
         self._pool = pool
         rows = sorted({min(FEW_ROWS, config.max_num_seqs + 1), config.max_num_seqs + 1})
-        tokens = [count for count in TOKENS if count <= config.max_step_tokens]
-        self.shapes: list[Shape] = [(few, many) for many in tokens for few in rows]
+        self.shapes: list[Shape] = [
+            (few, many)
+            for many in TOKENS
+            for few in rows
+            if many <= min(config.max_step_tokens, few * (config.max_model_len - 1))
+        ]
         self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[Shape, Tensor] = {}
 
+    @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape] | None = None) -> None:
         """Records the graphs, by default all, largest first. Their kernels run on the null slot."""
         for shape in reversed(shapes or self.shapes):
@@ -65,6 +70,7 @@ class ChunkGraphs:
                 self._outputs[shape] = self._step(shape)
             self._graphs[shape] = graph
 
+    @torch.inference_mode()
     def rehearse(self) -> None:
         """Launches every shape's step once, on the null slot, and records nothing."""
         for shape in self.shapes:
@@ -90,22 +96,28 @@ class ChunkGraphs:
         return None
 
     def _write_inputs(self, shape: Shape, layout: StepLayout) -> None:
-        num_rows, num_tokens = shape
+        surplus = shape[1] - layout.num_tokens
+        self._write_rows(shape[0], layout.slots, layout.starts, [*layout.query_lens, surplus])
+
+    def _write_rows(
+        self, num_rows: int, slots: list[int], starts: list[int], query_lens: list[int]
+    ) -> None:
+        """Rows beyond ``slots`` are the null slot's, and those beyond ``query_lens`` empty."""
         packed = np.zeros(4 * num_rows + 1, dtype=np.int64)
-        slots, starts, lens = packed[: 3 * num_rows].reshape(3, num_rows)
-        count = layout.num_rows
-        slots[:count], slots[count:] = layout.slots, self._state.null_slot
-        starts[:count] = layout.starts
-        lens[:count] = layout.query_lens
-        lens[count] = num_tokens - layout.num_tokens
+        row_slots, row_starts, lens = packed[: 3 * num_rows].reshape(3, num_rows)
+        row_slots[: len(slots)], row_slots[len(slots) :] = slots, self._state.null_slot
+        row_starts[: len(starts)] = starts
+        lens[: len(query_lens)] = query_lens
         packed[3 * num_rows + 1 :] = np.cumsum(lens)
         copy_to_device(packed, self._inputs[: len(packed)])
 
     def _rehearse(self, shape: Shape) -> None:
-        nobody = StepLayout(slots=[], starts=[], query_lens=[], first_rows=[0], sampled=[])
-        self._write_inputs(shape, nobody)
-        with torch.inference_mode():
-            self._step(shape)
+        num_rows, num_tokens = shape
+        # Spread over the rows: a single one could be longer than a request may be.
+        each, rest = divmod(num_tokens, num_rows)
+        lens = [each + 1] * rest + [each] * (num_rows - rest)
+        self._write_rows(num_rows, [], [], lens)
+        self._step(shape)
 
     def _step(self, shape: Shape) -> Tensor:
         num_rows, num_tokens = shape

@@ -88,6 +88,34 @@ def test_the_smallest_graph_that_holds_a_step(
     assert graphs._shape_for(num_rows, num_tokens) == shape
 
 
+@pytest.mark.parametrize("max_model_len", [2, 4, 40, 64, 512])
+def test_every_shape_is_one_that_steps_can_have(
+    monkeypatch: pytest.MonkeyPatch, max_model_len: int
+) -> None:
+    """What a rehearsal reads stands within the tables: a GPU would not say so, but stop."""
+    config = make_config(max_num_seqs=20, max_model_len=max_model_len, max_num_batched_tokens=600)
+    state = DeviceState(config, CPU)
+    state.set_null_block(99)
+    graphs = ChunkGraphs(config, None, [], state, None)  # type: ignore[arg-type]
+    read = []
+
+    def step(shape: tuple[int, int]) -> None:
+        num_rows, num_tokens = shape
+        slots, starts, lens = graphs._inputs[: 3 * num_rows].view(3, num_rows)
+        cu_seqlens_q = graphs._inputs[3 * num_rows : 4 * num_rows + 1]
+        assert slots.tolist() == [state.null_slot] * num_rows
+        assert cu_seqlens_q[-1] == num_tokens
+        _, positions, _ = state.gather_tokens(slots, starts, lens, cu_seqlens_q, num_tokens)
+        read.append(int(positions.max()))
+
+    monkeypatch.setattr(graphs, "_step", step)
+    graphs.rehearse()
+    assert len(read) == len(graphs.shapes)
+    assert all(position < max_model_len for position in read)
+    for num_rows, num_tokens in graphs.shapes:
+        assert num_tokens <= num_rows * (max_model_len - 1)
+
+
 def test_a_layout_knows_a_plain_decode() -> None:
     def layout(*chunks: Chunk) -> StepLayout:
         return StepLayout.of(ScheduledBatch(0, chunks))
