@@ -6,6 +6,7 @@ arguments, so everything that changes from step to step is read from device memo
 only inputs are each row's slot and position.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,14 @@ if TYPE_CHECKING:
 def graph_sizes(max_rows: int) -> list[int]:
     """Batch sizes that get a graph, ascending; a step takes the next larger one.
 
-    Weights are read once whatever the batch, so a few padded rows cost little.
+    Weights are read once whatever the batch, so a few padded rows cost little. From 64 on eight
+    sizes lead to twice the batch: a graph takes time to record, and memory.
     """
-    ladder = [1, 2, 4, *range(8, 128, 8), *range(128, max_rows, 16)]
+    ladder = [1, 2, 4, *range(8, 64, 8)]
+    octave = 64
+    while octave < max_rows:
+        ladder += range(octave, 2 * octave, octave // 8)
+        octave *= 2
     return [size for size in ladder if size < max_rows] + [max_rows]
 
 
@@ -104,7 +110,7 @@ class DecodeGraphs:
         ``[R, V]``. Both are overwritten by the next step.
         """
         num_rows = len(slots)
-        size = next(size for size in self.sizes if size >= num_rows)
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
         inputs = np.zeros(2 * size, dtype=np.int64)
         inputs[:num_rows] = slots
         inputs[num_rows:size] = self._state.null_slot

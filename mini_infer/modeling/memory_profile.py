@@ -55,9 +55,9 @@ def num_blocks_beside_steps(runner: ModelRunner) -> int:
     step_bytes = _step_bytes(runner)
     runner.caches = []
     torch.cuda.empty_cache()
-    limit = int(total * config.gpu_memory_utilization)
     others = total - free
-    left = min(limit - others, free) - graph_bytes - step_bytes - SLACK
+    limit = int(total * config.gpu_memory_utilization)
+    left = limit - others - graph_bytes - step_bytes - SLACK
     demand = config.max_num_seqs * config.max_blocks_per_request
     count = min(left // size - 1, demand)  # one more belongs to the graphs' surplus rows
     gib = 2**30

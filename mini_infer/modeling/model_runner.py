@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
+from mini_infer.kernels import ops
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.cuda_graphs import DecodeGraphs
@@ -95,12 +96,14 @@ class ModelRunner:
 
     @property
     def has_graphs(self) -> bool:
-        """The reference's attention looks at lengths on the host, which no graph can."""
+        """The reference's attention looks at lengths on the host, which no graph can; and the
+        sampler that a graph can hold is a Triton kernel."""
         config = self.config
         return (
             self.device.type == "cuda"
             and config.attention_backend != "torch"
             and not config.enforce_eager
+            and ops.gpu_kernels() is not None
         )
 
     def _forward(self, layout: StepLayout) -> Tensor:

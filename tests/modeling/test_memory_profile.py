@@ -1,0 +1,60 @@
+"""What is left for KV blocks on a GPU that only counts, and the step that it is asked to hold."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mini_infer.core.errors import OutOfMemoryError
+from mini_infer.modeling import memory_profile
+from mini_infer.modeling.kv_memory import bytes_per_block
+from mini_infer.modeling.memory_profile import SLACK, largest_step, num_blocks_beside_steps
+from tests.modeling.test_kernel_warm_up import LIMITS, loaded
+from tests.runtime.fake_executor import make_config
+
+STEP, GRAPHS, HELD = 3 * 2**20, 5 * 2**20, 7 * 2**20
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_the_largest_step_has_all_rows_and_tokens_that_there_can_be(limits: dict[str, Any]) -> None:
+    config = make_config(**limits)
+    batch = largest_step(config)
+    lengths = [chunk.num_new_tokens for chunk in batch.chunks]
+    assert len(lengths) == min(config.max_num_seqs, config.max_step_tokens)
+    assert all(1 <= length < config.max_model_len for length in lengths)
+    most = min(config.max_step_tokens, len(lengths) * (config.max_model_len - 1))
+    assert sum(lengths) == most
+    for chunk in batch.chunks:
+        assert len(chunk.new_block_ids) == -(-chunk.num_new_tokens // config.block_size)
+
+
+def blocks_of(monkeypatch: pytest.MonkeyPatch, total: int, **options: Any) -> int:
+    runner = loaded(kv_cache_memory=None, num_kv_blocks=None, **options)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - HELD, total))
+    monkeypatch.setattr(memory_profile, "_graph_bytes", lambda runner: GRAPHS)
+    monkeypatch.setattr(memory_profile, "_step_bytes", lambda runner: STEP)
+    count = num_blocks_beside_steps(runner)
+    assert not runner.caches
+    return count
+
+
+def test_blocks_fill_the_share_and_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    size = bytes_per_block(config, config.model_config.kv_layout, torch.float32)
+    room = 100 * size
+    total = 2 * (HELD + GRAPHS + STEP + SLACK + room)
+    count = blocks_of(monkeypatch, total, gpu_memory_utilization=0.5)
+    assert count == 100 - 1, "one block is the graphs' own"
+
+
+def test_no_more_blocks_than_all_requests_could_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    demand = config.max_num_seqs * config.max_blocks_per_request
+    assert blocks_of(monkeypatch, 2**37) == demand
+
+
+def test_too_little_memory_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"raise gpu_memory_utilization \(0.5\)"):
+        blocks_of(monkeypatch, 2**25, gpu_memory_utilization=0.5)
