@@ -1,7 +1,7 @@
 """Every engine option, once: the command line is generated from these fields and their text.
 
 An ``EngineConfig`` is frozen and concrete. What a user may leave as ``auto`` is resolved before it
-is built, by ``mini_infer.runtime.resolve.resolve_engine_config``.
+is built, by ``mini_infer.runtime.resolve.resolve_engine``.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
@@ -113,6 +113,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidConfigError(f"{name} must be 1 or more, got {value}")
+        if self.max_model_len == 1:
+            raise InvalidConfigError(
+                "max_model_len must be 2 or more: a prompt has a token, and so has its answer"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got "

@@ -80,7 +80,11 @@ class _Guarded:
         return cast("Request", victim)
 
     def may_displace(self, newcomer: Request, running: Request) -> bool:
-        return bool(self._ask("may_displace", newcomer, running))
+        answer: Any = self._ask("may_displace", newcomer, running)
+        try:
+            return bool(answer)
+        except Exception as error:  # an array of several truths, for example
+            raise self._error("may_displace", "it must return True or False") from error
 
     def _ask(self, method: str, *args: object) -> object:
         try:

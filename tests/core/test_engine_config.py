@@ -35,7 +35,7 @@ def test_what_auto_stands_for_must_be_decided_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_model_len", "block_size", "blocks"), [(16, 4, 4), (17, 4, 5), (1, 16, 1), (5, 1, 5)]
+    ("max_model_len", "block_size", "blocks"), [(16, 4, 4), (17, 4, 5), (2, 16, 1), (5, 1, 5)]
 )
 def test_blocks_of_the_longest_request(max_model_len: int, block_size: int, blocks: int) -> None:
     config = make_config(max_model_len=max_model_len, block_size=block_size)
@@ -49,6 +49,12 @@ def test_blocks_of_the_longest_request(max_model_len: int, block_size: int, bloc
 def test_counts_start_at_one(name: str, value: int) -> None:
     with pytest.raises(InvalidConfigError, match=name):
         make_config(**{name: value})
+
+
+def test_a_context_holds_a_prompt_and_an_answer() -> None:
+    make_config(max_model_len=2)
+    with pytest.raises(InvalidConfigError, match="max_model_len must be 2 or more"):
+        make_config(max_model_len=1)
 
 
 def test_whole_prompts_must_fit_a_step() -> None:

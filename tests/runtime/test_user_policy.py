@@ -70,6 +70,18 @@ class LastOfAllFirst(FirstComeFirstServed):
         raise KeyError("as told")
 
 
+class Undecided:
+    """Like an array of several elements."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("as told")
+
+
+class DisplacesPerhaps(LastOfAllFirst):
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        return Undecided()  # type: ignore[return-value]
+
+
 class Displaces(LastOfAllFirst):
     """The newest goes first; whoever waits may displace anybody, also one that ranks before it."""
 
@@ -143,6 +155,16 @@ def test_a_policy_that_fails_on_a_newcomer_fails_that_one(depth: int) -> None:
         f"scheduling policy {__name__}:LastOfAllFirst, method may_displace(): "
         "it raised KeyError: 'as told'"
     )
+
+
+def test_an_answer_that_is_neither_true_nor_false_fails_the_newcomer() -> None:
+    engine = engine_of(DisplacesPerhaps, max_num_seqs=1)
+    engine.add_request("runs", [1] * 6, PARAMS)
+    engine.step()
+    engine.add_request("new", [2] * 6, PARAMS)
+    outputs = finish(engine)
+    assert outputs["runs"].finish_reason == "length"
+    assert str(outputs["new"].stop_reason).endswith("it must return True or False")
 
 
 def test_a_failure_is_told_when_nothing_else_runs() -> None:
