@@ -95,7 +95,7 @@ class EngineConfig:
         AUTO, "Steps in flight; 2 schedules a step before the last one's result.", kind=int
     )
     enforce_eager: bool = option(
-        False, "Launch every kernel of a decode step anew, instead of a CUDA graph.", kind=bool
+        False, "Launch every kernel of a step anew, instead of replaying CUDA graphs.", kind=bool
     )
     dry_run: bool = option(
         False, "Invent tokens: the real server, scheduler and cache, no weights.", kind=bool

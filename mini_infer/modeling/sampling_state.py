@@ -75,11 +75,6 @@ def _flags(admission: Admission, vocab_size: int) -> tuple[bool, ...]:
     )
 
 
-def stages_of(admission: Admission, vocab_size: int) -> Stage:
-    """The optional stages that a request's parameters ask for."""
-    return Stage(int(np.array(_flags(admission, vocab_size)) @ _BITS))
-
-
 def _reals(params: SamplingParams) -> tuple[float, ...]:
     """A row of ``SamplingState.reals``."""
     return (

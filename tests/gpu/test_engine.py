@@ -96,6 +96,7 @@ def run(folder: Path, params: SamplingParams | list[SamplingParams], **options: 
         {"num_kv_blocks": 40},
         {"block_size": 8, "num_kv_blocks": 1200},
         {"max_num_seqs": 3},
+        {"max_model_len": 240},
     ],
     ids=str,
 )
@@ -142,6 +143,27 @@ def test_admissions_and_long_prompts_never_wait_either(folder: Path) -> None:
         llm.generate(prompts(), mixed_params(), use_tqdm=False)  # compiles
         with no_synchronisation():
             llm.generate(prompts(), mixed_params(), use_tqdm=False)
+
+
+def test_a_prompts_log_probabilities_are_there_when_its_chunks_end(folder: Path) -> None:
+    """A chunk in the middle of a prompt samples nothing, and yet brings some."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0)
+    found = []
+    for budget in (32, 2048):
+        with open_llm(folder, max_num_batched_tokens=budget) as llm:
+            outputs = llm.generate(prompts(), params, use_tqdm=False)
+        found.append(
+            [
+                entry[token_id].logprob
+                for output in outputs
+                for token_id, entry in zip(
+                    output.prompt_token_ids, output.prompt_logprobs or [None], strict=True
+                )
+                if entry is not None
+            ]
+        )
+    assert len(found[0]) == sum(len(prompt) - 1 for prompt in prompts())
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
 
 
 def test_a_cache_sized_by_the_profile_fills_its_share(folder: Path) -> None:

@@ -12,7 +12,7 @@ from mini_infer.core.sampling_params import (
     SamplingParams,
 )
 from mini_infer.modeling.sampler import Sampler
-from mini_infer.modeling.sampling_state import SamplingState, Stage, stages_of
+from mini_infer.modeling.sampling_state import SamplingState, Stage
 from tests.modeling.sampler_oracle import CPU, admit, run, sample, sample_many
 
 INF = float("inf")
@@ -20,6 +20,12 @@ INF = float("inf")
 
 def greedy(**options: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=None, **options)  # type: ignore[arg-type]
+
+
+def stages_of(params: SamplingParams, vocab_size: int) -> Stage:
+    state = SamplingState(1, vocab_size, CPU)
+    state.admit([admit(0, params)])
+    return Stage(int(state.stages[0]))
 
 
 class TestGreedy:
@@ -35,11 +41,11 @@ class TestGreedy:
 
     def test_ignores_truncation_and_seed(self) -> None:
         params = greedy(top_k=1, top_p=0.1, min_p=1.0, seed=4)
-        assert stages_of(admit(0, params), 10) is Stage.NONE
+        assert stages_of(params, 10) is Stage.NONE
 
     def test_asks_no_optional_stage(self) -> None:
-        assert stages_of(admit(0, greedy()), 10) is Stage.NONE
-        assert stages_of(admit(0, SamplingParams()), 10) is Stage.RANDOM
+        assert stages_of(greedy(), 10) is Stage.NONE
+        assert stages_of(SamplingParams(), 10) is Stage.RANDOM
 
 
 class TestSeeds:
@@ -99,7 +105,7 @@ class TestTruncation:
 
     @pytest.mark.parametrize("off", [0, -1])
     def test_top_k_off(self, off: int) -> None:
-        assert stages_of(admit(0, SamplingParams(top_k=off)), 4) is Stage.RANDOM
+        assert stages_of(SamplingParams(top_k=off), 4) is Stage.RANDOM
 
     @pytest.mark.parametrize(
         ("min_p", "kept"), [(1.0, [3]), (0.74, [2, 3]), (0.49, [1, 2, 3]), (0.1, [0, 1, 2, 3])]
