@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import ops
-from mini_infer.modeling.memory_profile import largest_step
+from mini_infer.modeling.memory_profile import largest_step, step_of_prompts
 
 if TYPE_CHECKING:
     from mini_infer.modeling.model_runner import ModelRunner
@@ -43,21 +43,8 @@ def rehearse(runner: ModelRunner) -> None:
 
 
 def small_step(config: EngineConfig, num_rows: int) -> ScheduledBatch:
-    """The end of a few short prompts, sampled plainly; or fewer, where limits are narrow.
-
-    All rows share block 0: what they compute is of no interest.
-    """
+    """A few short prompts, sampled plainly; or fewer, where limits are narrow."""
     num_rows = min(num_rows, config.max_num_seqs, config.max_step_tokens)
     longest = min(config.max_step_tokens // num_rows, config.max_model_len - 1)
     lengths = [min(length, longest) for length in SHORT_ROWS[-num_rows:]]
-    return ScheduledBatch(
-        step_id=-1,
-        chunks=tuple(
-            Chunk(str(slot), slot, 0, length, (0,) * -(-length // config.block_size))
-            for slot, length in enumerate(lengths)
-        ),
-        admissions=tuple(
-            Admission(str(slot), slot, (0,) * length, length, SamplingParams(), seed=0)
-            for slot, length in enumerate(lengths)
-        ),
-    )
+    return step_of_prompts(config, lengths, SamplingParams())

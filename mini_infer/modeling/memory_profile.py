@@ -7,6 +7,7 @@ two graphs are recorded; what they took is left free. vLLM sizes its cache the s
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,23 +105,32 @@ def _step_bytes(runner: ModelRunner) -> int:
 
 
 def largest_step(config: EngineConfig) -> ScheduledBatch:
-    """As many rows and tokens as a step can have, each row with every option that takes memory.
-
-    All rows share block 0: what they compute is of no interest.
-    """
+    """As many rows and tokens as a step can have, each row with every option that takes memory."""
     num_rows = min(config.max_num_seqs, config.max_step_tokens)
     length = min(config.max_step_tokens // num_rows, config.max_model_len - 1)
     longest = min(config.max_step_tokens - (num_rows - 1) * length, config.max_model_len - 1)
     lengths = [longest] + [length] * (num_rows - 1)
-    num_blocks = [-(-each // config.block_size) for each in lengths]
+    return step_of_prompts(config, lengths, DEMANDING, stop_token_ids=(0,))
+
+
+def step_of_prompts(
+    config: EngineConfig,
+    lengths: Sequence[int],
+    params: SamplingParams,
+    stop_token_ids: tuple[int, ...] = (),
+) -> ScheduledBatch:
+    """A step of whole prompts of these lengths, each sampled.
+
+    All rows share block 0: what they compute is of no interest.
+    """
     return ScheduledBatch(
         step_id=-1,
         chunks=tuple(
-            Chunk(str(slot), slot, 0, each, new_block_ids=(0,) * count)
-            for slot, (each, count) in enumerate(zip(lengths, num_blocks, strict=True))
+            Chunk(str(slot), slot, 0, length, (0,) * -(-length // config.block_size))
+            for slot, length in enumerate(lengths)
         ),
         admissions=tuple(
-            Admission(str(slot), slot, (0,) * each, each, DEMANDING, seed=0, stop_token_ids=(0,))
-            for slot, each in enumerate(lengths)
+            Admission(str(slot), slot, (0,) * length, length, params, 0, stop_token_ids)
+            for slot, length in enumerate(lengths)
         ),
     )

@@ -12,8 +12,8 @@ from mini_infer.runtime.executor import StepHandle
 
 logger = logging.getLogger(__name__)
 
-ALLOCATION_FAILED = ("allocate memory", "bad_alloc", "out of memory")
-"""What torch's RuntimeErrors say when an allocator refused."""
+ALLOCATION_FAILED = ("allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
+"""What torch's RuntimeErrors say when an allocator refused, the last one cuBLAS's."""
 
 
 class LocalExecutor:
@@ -42,7 +42,8 @@ class LocalExecutor:
                 raise
             raise OutOfMemoryError(
                 f"the model does not fit the memory that is there ({text.partition(chr(10))[0]}): "
-                "use a smaller model or dtype, or lower max_num_seqs or max_model_len"
+                "use a smaller model or dtype, or lower max_num_seqs, max_model_len, "
+                "max_num_batched_tokens, or what you gave the KV cache"
             ) from error
         longest = num_blocks * self._config.block_size + 1  # the last token is never an input
         if longest < self._config.max_model_len:

@@ -41,8 +41,12 @@ class RequestMetricsObserver:
         """Stops following a choice, which ends now unless the scheduler ended it before."""
         choice = self._choices.pop(choice_id)
         metrics, request = choice.metrics, choice.request
-        metrics.first_token_time = _of(min, metrics.first_token_time, request.first_token_time)
-        metrics.last_token_time = _of(max, metrics.last_token_time, request.last_token_time)
+        metrics.first_token_time = _among_known(
+            min, metrics.first_token_time, request.first_token_time
+        )
+        metrics.last_token_time = _among_known(
+            max, metrics.last_token_time, request.last_token_time
+        )
         finished_time = choice.finished_time
         metrics.finished_time = self._events.now() if finished_time is None else finished_time
 
@@ -64,7 +68,7 @@ class RequestMetricsObserver:
             choice.finished_time = event.time
 
 
-def _of(
+def _among_known(
     choose: Callable[[Sequence[float]], float], one: float | None, other: float | None
 ) -> float | None:
     """The first or last of the times that are known."""
