@@ -84,6 +84,28 @@ def test_a_cache_that_can_not_be_allocated_says_what_to_do(monkeypatch: pytest.M
         starting.start()
 
 
+@pytest.mark.parametrize(
+    ("message", "is_memory"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_only_a_refusal_of_memory_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch, message: str, is_memory: bool
+) -> None:
+    def fail() -> None:
+        raise RuntimeError(f"{message}\nand a stack")
+
+    starting = executor()
+    monkeypatch.setattr(starting._runner, "capture_graphs", fail)
+    with pytest.raises(OutOfMemoryError if is_memory else RuntimeError) as raised:
+        starting.start()
+    assert message in str(raised.value)
+    assert ("max_num_batched_tokens" in str(raised.value)) is is_memory
+
+
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"holds no \*\.safetensors"):
         executor(tmp_path, load_format="safetensors").start()
