@@ -1,12 +1,14 @@
-"""Small steps with chunks of prompts as CUDA graphs: the layers of the model, without the head.
+"""Steps with chunks of prompts as CUDA graphs: the layers of the model, without the head.
 
 A short prompt, or the rest of one whose head was cached, is a step of a few dozen tokens. On a GPU
-it takes as long as a decode step, but from Python its launches take several times as long. So such
-steps are padded to one of a ladder of token counts and replayed. Longer ones keep the device busy
-by themselves, and padding would cost them more than launches do.
+it takes as long as a decode step, but from Python its launches take several times as long; with a
+small model that is so up to thousands of tokens. Such steps are padded to one of a ladder of token
+counts and replayed. Where the padding would cost the device more than launches cost the host, a
+step is launched as it is: which of the two is faster is measured when the graphs are recorded.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,9 +26,13 @@ from mini_infer.modeling.upload import copy_to_device
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+LADDER = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
+MAX_TOKENS = 8192
 FEW_ROWS = 8
-"""Most steps with a chunk have few rows. All others have a graph for as many as there can be."""
+"""Most steps with a short chunk have few rows. All others have a graph for as many as there can
+be."""
+SHORT_STEP = 512
+"""Tokens up to which it pays to have graphs for few rows, too."""
 
 Shape = tuple[int, int]
 """Rows and tokens of a graph, padding included."""
@@ -49,15 +55,18 @@ class ChunkGraphs:
         self._config, self._model, self._caches, self._state = config, model, caches, state
         self._pool = pool
         rows = sorted({min(FEW_ROWS, config.max_num_seqs + 1), config.max_num_seqs + 1})
+        longest = min(config.max_step_tokens, MAX_TOKENS)
         self.shapes: list[Shape] = [
             (few, many)
-            for many in TOKENS
-            for few in rows
-            if many <= min(config.max_step_tokens, few * (config.max_model_len - 1))
+            for many in (*(tokens for tokens in LADDER if tokens < longest), longest)
+            for few in (rows if many <= SHORT_STEP else rows[-1:])
+            if many <= few * (config.max_model_len - 1)
         ]
         self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[Shape, Tensor] = {}
+        self._launch_seconds = 0.0
+        self._replay_seconds: dict[Shape, float] = {}
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape] | None = None) -> None:
@@ -69,6 +78,8 @@ class ChunkGraphs:
             with torch.cuda.graph(graph, pool=self._pool):
                 self._outputs[shape] = self._step(shape)
             self._graphs[shape] = graph
+            self._replay_seconds[shape] = _seconds(graph.replay)
+        self._launch_seconds = _seconds(lambda: self._rehearse(self.shapes[0]))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -77,13 +88,13 @@ class ChunkGraphs:
             self._rehearse(shape)
 
     def run(self, layout: StepLayout) -> Tensor | None:
-        """The residual stream ``[T, hidden]`` of a step, or None if no graph is large enough.
+        """The residual stream ``[T, hidden]`` of a step, or None where no graph would be faster.
 
         The next step overwrites it.
         """
         num_tokens = layout.num_tokens
         shape = self._shape_for(layout.num_rows + 1, num_tokens)
-        if shape is None:
+        if shape is None or not self._pays(shape, num_tokens):
             return None
         self._write_inputs(shape, layout)
         self._graphs[shape].replay()
@@ -94,6 +105,14 @@ class ChunkGraphs:
             if rows >= num_rows and tokens >= num_tokens:
                 return (rows, tokens) if tokens - num_tokens < self._config.max_model_len else None
         return None
+
+    def _pays(self, shape: Shape, num_tokens: int) -> bool:
+        """Is replaying faster than launching ``num_tokens``, which needs no padding?
+
+        Launched, a step takes what the host needs or what the device does, whichever is more.
+        """
+        replay = self._replay_seconds[shape]
+        return replay <= max(self._launch_seconds, replay * num_tokens / shape[1])
 
     def _write_inputs(self, shape: Shape, layout: StepLayout) -> None:
         surplus = shape[1] - layout.num_tokens
@@ -142,3 +161,15 @@ class ChunkGraphs:
         )
         hidden: Tensor = self._model(token_ids, positions, self._caches, meta)
         return hidden
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The faster of two runs of ``work``, to the end of what it launches."""
+    times = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times)
