@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import InvalidRequestError, MiniInferError
+from mini_infer.core.errors import InvalidRequestError, MiniInferError, StepError
 from mini_infer.core.events import EventStream
 from mini_infer.core.outputs import RequestDelta, RequestUpdate
 from mini_infer.core.sampling_params import SamplingParams
@@ -142,15 +142,11 @@ class LLMEngine:
             batch = self.scheduler.schedule()
             if batch is None:
                 break
-            self._in_flight.append((batch, self._submit(batch)))
+            self._submit(batch)
+        news = self._take_in_oldest() if self._in_flight else []
         deltas, self._pending_deltas = self._pending_deltas, []
         deltas += self._process(self.scheduler.take_failures())
-        if self._in_flight:
-            batch, handle = self._in_flight.popleft()
-            if not self._in_flight:
-                self._submit_failed = False
-            deltas += self._take_in(batch, handle)
-        return deltas
+        return deltas + news
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests go on."""
@@ -163,23 +159,36 @@ class LLMEngine:
             self._froze_heap = False
             gc.unfreeze()
 
-    def _submit(self, batch: ScheduledBatch) -> StepHandle:
+    def _submit(self, batch: ScheduledBatch) -> None:
+        """Launches a step. It counts as in flight even where Ctrl-C cuts that short, as it does in
+        the scheduler."""
+        handle: StepHandle = _FailedStep(StepError("interrupted while it was launched"))
         try:
-            return self._executor.submit(batch)
+            handle = self._executor.submit(batch)
         except Exception as error:
+            handle = _FailedStep(error)
+        finally:
             # Its admissions may not have reached the device, so no step may build on it.
-            self._submit_failed = True
-            return _FailedStep(error)
+            self._submit_failed = isinstance(handle, _FailedStep)
+            self._in_flight.append((batch, handle))
 
-    def _take_in(self, batch: ScheduledBatch, handle: StepHandle) -> list[RequestDelta]:
+    def _take_in_oldest(self) -> list[RequestDelta]:
+        batch, handle = self._in_flight[0]  # where it stays if Ctrl-C ends the wait
         try:
             result = handle.result()
         except Exception as error:
+            self._forget_oldest()
             logger.exception("step %d failed; its requests end with an error", batch.step_id)
             updates = self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
         else:
+            self._forget_oldest()
             updates = self.scheduler.update(batch, result)
         return self._process(updates)
+
+    def _forget_oldest(self) -> None:
+        self._in_flight.popleft()
+        if not self._in_flight:
+            self._submit_failed = False
 
     def _process(self, updates: Sequence[RequestUpdate]) -> list[RequestDelta]:
         if not updates:

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from mini_infer import LLM, SamplingParams
+from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.errors import (
     InvalidConfigError,
     InvalidRequestError,
     PromptTooLongError,
     StepError,
 )
-from mini_infer.core.outputs import RequestDelta
+from mini_infer.core.outputs import RequestDelta, StepOutput
+from mini_infer.runtime.executor import StepHandle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -222,6 +224,57 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPat
             llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
     assert llm.engine.scheduler.cache.num_used_blocks == 0
     assert texts(llm, ["a", "b"]) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_ctrl_c_within_a_step_leaves_the_engine_usable(
+    where: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(dry_run=True, depth=depth) as llm:
+        expected = texts(llm, ["a", "b"])
+        stream = llm.stream("other", GREEDY)
+        pieces = [next(stream)]
+        with monkeypatch.context() as patch:
+            interrupt(llm, patch, where)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+        if where == "launch":  # the other one was in that step, too
+            with pytest.raises(StepError, match="interrupted"):
+                pieces += stream
+        else:
+            pieces += stream
+            assert "".join(piece.text for piece in pieces) == texts(llm, ["other"])[0]
+        assert llm.engine.scheduler.cache.num_used_blocks == 0
+        assert texts(llm, ["a", "b"]) == expected
+
+
+def interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Ctrl-C in the middle of the third launch from now on, or while its result is waited for."""
+    original = llm.engine._executor.submit
+    count = 0
+
+    class Interrupted:
+        def __init__(self, handle: StepHandle) -> None:
+            self._handle = handle
+            self._told = False
+
+        def result(self) -> StepOutput:
+            if not self._told:
+                self._told = True
+                raise KeyboardInterrupt
+            return self._handle.result()
+
+    def submit(batch: ScheduledBatch) -> StepHandle:
+        nonlocal count
+        count += 1
+        if count != 3:
+            return original(batch)
+        if where == "launch":
+            raise KeyboardInterrupt
+        return Interrupted(original(batch))
+
+    monkeypatch.setattr(llm.engine._executor, "submit", submit)
 
 
 def test_ctrl_c_in_a_stream_leaves_the_engine_usable(
