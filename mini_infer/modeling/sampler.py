@@ -35,6 +35,10 @@ are several times slower from main memory than from a cache."""
 EDITED_LOGITS = 2**24
 """Logits that an accelerator edits together. It bounds the memory of copies and counts."""
 
+LOGITS_PER_PAST_TOKEN = 5
+"""Penalties take as much memory for a token of a row's past as for so many logits: without a bound
+on both, long contexts would exceed what a profile with short ones found."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobTensors:
@@ -153,7 +157,7 @@ class Sampler:
         num_top = int(state.num_logprobs[slots].max())
         if not _runs_kernels(logits):
             logits = logits.float()
-        at_once = self._rows_at_once(logits, state.active_stages(slots, num_tokens))
+        at_once = self._rows_at_once(logits, state.active_stages(slots, num_tokens), num_tokens)
         parts = []
         for first in range(0, len(slots), at_once):
             some = slice(first, first + at_once)
@@ -161,12 +165,16 @@ class Sampler:
             parts.append(self._sample(batch, num_top))
         return parts[0] if len(parts) == 1 else _concatenated(parts)
 
-    def _rows_at_once(self, logits: Tensor, stages: Rows) -> int:
+    def _rows_at_once(self, logits: Tensor, stages: Rows, num_tokens: Rows) -> int:
         """Rows of ``logits [R, V]`` to sample together."""
-        num_rows, vocab_size = logits.shape
+        num_rows, width = logits.shape
         if logits.device.type == "cpu":
-            return max(1, CACHED_LOGITS // vocab_size)
-        return max(1, EDITED_LOGITS // vocab_size) if (stages & EDITS).any() else num_rows
+            return max(1, CACHED_LOGITS // width)
+        if not (stages & EDITS).any():
+            return num_rows
+        if (stages & Stage.PENALTIES).any():
+            width += LOGITS_PER_PAST_TOKEN * int(num_tokens.max())
+        return max(1, EDITED_LOGITS // width)
 
     def _sample(self, batch: "_Batch", num_top: int) -> SampleResult:
         token_ids = self._draw(batch, self._edit(batch))

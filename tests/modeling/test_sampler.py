@@ -1,6 +1,7 @@
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from mini_infer.core.sampling_params import (
     MAX_TOKENS_PER_BAD_WORD,
     SamplingParams,
 )
-from mini_infer.modeling.sampler import Sampler
+from mini_infer.modeling.sampler import EDITED_LOGITS, LOGITS_PER_PAST_TOKEN, Sampler
 from mini_infer.modeling.sampling_state import SamplingState, Stage
 from tests.modeling.sampler_oracle import CPU, admit, run, sample, sample_many
 
@@ -377,3 +378,25 @@ def test_an_accelerator_is_never_asked(names: tuple[str, ...]) -> None:
     result = Sampler()(logits, rows, [2] * len(names), table, state)
     assert result.token_ids.shape == (len(names),)
     assert result.token_ids.device == meta
+
+
+class TestRowsTogether:
+    """On an accelerator; ``meta`` stands for one."""
+
+    LOGITS = torch.empty(300, 2**17, device="meta")
+
+    def rows(self, stages: Stage, longest: int) -> int:
+        num_tokens = np.array([1] * 299 + [longest])
+        return Sampler()._rows_at_once(self.LOGITS, np.array([0] * 299 + [int(stages)]), num_tokens)
+
+    def test_what_edits_no_logits_is_drawn_at_once(self) -> None:
+        assert self.rows(Stage.RANDOM | Stage.LOGPROBS, 10**6) == 300
+
+    def test_edits_copy_logits(self) -> None:
+        assert self.rows(Stage.BIAS, 10**6) == EDITED_LOGITS // 2**17
+
+    @pytest.mark.parametrize("longest", [1, 2**10, 2**17, 2**25])
+    def test_penalties_copy_a_rows_past_too(self, longest: int) -> None:
+        count = self.rows(Stage.PENALTIES, longest)
+        width = 2**17 + LOGITS_PER_PAST_TOKEN * longest
+        assert count == 1 or count * width <= EDITED_LOGITS < (count + 1) * width
