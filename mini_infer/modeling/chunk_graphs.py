@@ -79,7 +79,8 @@ class ChunkGraphs:
                 self._outputs[shape] = self._step(shape)
             self._graphs[shape] = graph
             self._replay_seconds[shape] = _seconds(graph.replay)
-        self._launch_seconds = _seconds(lambda: self._rehearse(self.shapes[0]))
+        if self.shapes:  # limits of a few tokens leave none
+            self._launch_seconds = _seconds(lambda: self._rehearse(self.shapes[0]))
 
     @torch.inference_mode()
     def rehearse(self) -> None:

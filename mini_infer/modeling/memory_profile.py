@@ -89,6 +89,7 @@ def _graph_bytes(runner: ModelRunner) -> int:
         decodes, chunks = runner.new_graphs()
         decodes.capture(decodes.sizes[-count:])
         chunks.capture(chunks.shapes[-1:])
+        torch.cuda.empty_cache()  # of what was launched before each recording: steps count that
         after, _ = torch.cuda.mem_get_info()
         taken.append(max(0, before - after))
         others = len(decodes.sizes) + len(chunks.shapes) - 2

@@ -118,6 +118,15 @@ def test_every_shape_is_one_that_steps_can_have(
         assert num_tokens <= num_rows * (max_model_len - 1)
 
 
+def test_limits_of_a_few_tokens_leave_no_graphs() -> None:
+    config = make_config(max_num_seqs=1, max_model_len=2)
+    state = DeviceState(config, CPU)
+    graphs = ChunkGraphs(config, None, [], state, None)  # type: ignore[arg-type]
+    graphs.capture()
+    batch = ScheduledBatch(0, (Chunk("a", 0, 0, 1),))
+    assert graphs.run(StepLayout.of(batch)) is None
+
+
 def test_padding_must_cost_less_than_launches() -> None:
     """Launching takes 30 ms here, and a replay 10 ms for 32 tokens, 40 ms for 96."""
     graphs = graphs_over(DeviceState(CONFIG, CPU))

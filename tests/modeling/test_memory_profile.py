@@ -1,6 +1,7 @@
 """What is left for KV blocks on a GPU that only counts, and the step that it is asked to hold."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -58,3 +59,46 @@ def test_too_little_memory_is_an_error_that_says_what_to_do(
 ) -> None:
     with pytest.raises(OutOfMemoryError, match=r"raise gpu_memory_utilization \(0.5\)"):
         blocks_of(monkeypatch, 2**25, gpu_memory_utilization=0.5)
+
+
+class CountingGPU:
+    """Counts the memory of graphs, and what the steps before each recording leave cached."""
+
+    has_graphs = True
+
+    def __init__(self) -> None:
+        self.held: WeakKeyDictionary[CountingGraphs, int] = WeakKeyDictionary()
+        self.cached = 0
+
+    def new_graphs(self) -> "tuple[CountingGraphs, CountingGraphs]":
+        return CountingGraphs(self), CountingGraphs(self)
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 10**6 - sum(self.held.values()) - self.cached, 10**6
+
+
+class CountingGraphs:
+    """The largest takes a thousand, each one ten."""
+
+    sizes = shapes = (1, 2, 4, 8)
+
+    def __init__(self, gpu: CountingGPU) -> None:
+        self._gpu = gpu
+
+    def capture(self, which: tuple[int, ...]) -> None:
+        self._gpu.held[self] = 1000 * (8 in which) + 10 * len(which)
+        self._gpu.cached += 500
+
+
+def test_graphs_take_what_the_largest_do_and_a_little_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu: Any = CountingGPU()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", gpu.mem_get_info)
+    monkeypatch.setattr(torch.cuda, "empty_cache", gpu.empty_cache)
+    assert memory_profile._graph_bytes(gpu) == 2 * 1010 + 10 * (4 + 4 - 2)
+    gpu.has_graphs = False
+    assert memory_profile._graph_bytes(gpu) == 0
