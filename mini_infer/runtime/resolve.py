@@ -105,12 +105,10 @@ def _convert(name: str, value: Any, option: Mapping[str, Any]) -> Any:
     try:
         if name == "kv_cache_memory" and isinstance(value, str):
             return parse_size(value)
-        if kind is int:
-            if isinstance(value, bool) or int(value) != value:
+        if kind in (int, float):
+            if isinstance(value, bool) or (kind is int and int(value) != value):
                 raise ValueError
-            return int(value)
-        if kind is float:
-            return float(value)
+            return kind(value)
     except (ValueError, TypeError, OverflowError):
         rule = "a number" if kind is float else "an integer"
         if name == "kv_cache_memory":

@@ -43,6 +43,7 @@ def test_auto_is_the_same_as_nothing(name: str) -> None:
         (("--model", "some/model"), {"model": "some/model"}),
         (("--dtype", "float32"), {"dtype": "float32"}),
         (("--kv-cache-memory", "2GiB"), {"kv_cache_memory": "2GiB"}),
+        (("--gpu-memory-utilization", "0.5"), {"gpu_memory_utilization": 0.5}),
         (("--dry-run",), {"dry_run": True}),
         (("--no-dry-run",), {"dry_run": False}),
         (("--no-prefix-caching",), {"enable_prefix_caching": False}),
@@ -60,6 +61,7 @@ def test_what_is_given_arrives(arguments: tuple[str, ...], expected: dict[str, A
     ("arguments", "message"),
     [
         (("--block-size", "1.5"), "is not a whole number"),
+        (("--gpu-memory-utilization", "half"), "is not a number"),
         (("--dtype", "int3"), "is not one of auto, float32, float16, bfloat16"),
     ],
 )
