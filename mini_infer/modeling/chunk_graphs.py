@@ -50,6 +50,7 @@ class ChunkGraphs:
         model: CausalLM,
         caches: Sequence[KVCache],
         state: DeviceState,
+        dtype: torch.dtype,
         pool: "_POOL_HANDLE",
     ) -> None:
         self._config, self._model, self._caches, self._state = config, model, caches, state
@@ -64,7 +65,11 @@ class ChunkGraphs:
         ]
         self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._outputs: dict[Shape, Tensor] = {}
+        # One for all graphs: each would keep its own output.
+        most = max((tokens for _, tokens in self.shapes), default=0)
+        self._hidden = torch.empty(
+            most, config.model_config.hidden_size, dtype=dtype, device=state.device
+        )
         self._launch_seconds = 0.0
         self._replay_seconds: dict[Shape, float] = {}
 
@@ -76,7 +81,8 @@ class ChunkGraphs:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                self._outputs[shape] = self._step(shape)
+                hidden = self._step(shape)
+                self._hidden[: len(hidden)].copy_(hidden)
             self._graphs[shape] = graph
             self._replay_seconds[shape] = _seconds(graph.replay)
         if self.shapes:  # limits of a few tokens leave none
@@ -101,7 +107,7 @@ class ChunkGraphs:
             return None
         self._write_inputs(shape, layout)
         self._graphs[shape].replay()
-        return self._outputs[shape][:num_tokens]
+        return self._hidden[:num_tokens]
 
     def _shape_for(self, num_rows: int, num_tokens: int) -> Shape | None:
         for rows, tokens in self.shapes:

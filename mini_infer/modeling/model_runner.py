@@ -69,7 +69,7 @@ class ModelRunner:
         """Graphs over the model and cache that are there, not yet recorded; they share memory."""
         pool = torch.cuda.graph_pool_handle()
         where = self.config, self.model, self.caches, self.state
-        return DecodeGraphs(*where, self.dtype, pool), ChunkGraphs(*where, pool)
+        return DecodeGraphs(*where, self.dtype, pool), ChunkGraphs(*where, self.dtype, pool)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LocalStep:

@@ -49,7 +49,7 @@ class LocalExecutor:
         if longest < self._config.max_model_len:
             logger.warning(
                 "the KV cache holds less than max_model_len %d: prompt and answer together may "
-                "have %d tokens; raise kv_cache_memory for more",
+                "have %d tokens; raise kv_cache_memory (gpu_memory_utilization on a GPU)",
                 self._config.max_model_len,
                 longest,
             )

@@ -186,9 +186,9 @@ def _attention_backend(asked: str, device: str) -> str:
         raise InvalidConfigError(
             f"attention_backend {asked!r} needs a GPU: leave it at auto, or give device 'cuda'"
         )
-    if asked == "triton" and not has_triton:
+    if asked in ("triton", "flash_attn") and not has_triton:  # which writes the cache for both
         raise InvalidConfigError(
-            "attention_backend 'triton' needs the package triton: pip install triton"
+            f"attention_backend {asked!r} needs the package triton: pip install triton"
         )
     return asked
 

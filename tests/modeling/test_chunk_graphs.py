@@ -45,7 +45,7 @@ def step() -> ScheduledBatch:
 
 
 def graphs_over(state: DeviceState) -> ChunkGraphs:
-    return ChunkGraphs(CONFIG, None, [], state, None)  # type: ignore[arg-type]
+    return ChunkGraphs(CONFIG, None, [], state, torch.float32, None)  # type: ignore[arg-type]
 
 
 def test_real_tokens_come_first_and_the_rest_is_nobodys() -> None:
@@ -97,7 +97,7 @@ def test_every_shape_is_one_that_steps_can_have(
     config = make_config(max_num_seqs=20, max_model_len=max_model_len, max_num_batched_tokens=600)
     state = DeviceState(config, CPU)
     state.set_null_block(99)
-    graphs = ChunkGraphs(config, None, [], state, None)  # type: ignore[arg-type]
+    graphs = ChunkGraphs(config, None, [], state, torch.float32, None)  # type: ignore[arg-type]
     read = []
 
     def step(shape: tuple[int, int]) -> None:
@@ -121,7 +121,7 @@ def test_every_shape_is_one_that_steps_can_have(
 def test_limits_of_a_few_tokens_leave_no_graphs() -> None:
     config = make_config(max_num_seqs=1, max_model_len=2)
     state = DeviceState(config, CPU)
-    graphs = ChunkGraphs(config, None, [], state, None)  # type: ignore[arg-type]
+    graphs = ChunkGraphs(config, None, [], state, torch.float32, None)  # type: ignore[arg-type]
     graphs.capture()
     batch = ScheduledBatch(0, (Chunk("a", 0, 0, 1),))
     assert graphs.run(StepLayout.of(batch)) is None

@@ -31,9 +31,10 @@ def test_a_gpus_backend_on_a_cpu_is_refused(asked: str, has_triton: bool) -> Non
         resolve._attention_backend(asked, "cpu")
 
 
-def test_triton_that_is_not_installed_is_named(has_triton: bool) -> None:
+@pytest.mark.parametrize("asked", ["triton", "flash_attn"])
+def test_triton_that_is_not_installed_is_named(asked: str, has_triton: bool) -> None:
     if has_triton:
-        assert resolve._attention_backend("triton", "cuda") == "triton"
+        assert resolve._attention_backend(asked, "cuda") == asked
         return
     with pytest.raises(InvalidConfigError, match="pip install triton"):
-        resolve._attention_backend("triton", "cuda")
+        resolve._attention_backend(asked, "cuda")
