@@ -26,7 +26,21 @@ class RequestEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class Queued(RequestEvent):
+    """A choice waits; ``max_tokens`` is what its answer may have within the context.
+
+    A caller's request of ``num_choices`` above one is as many of these, ``ID#0``, ``ID#1``, ...
+    """
+
     num_prompt_tokens: int
+    max_tokens: int = 0
+    num_choices: int = 1
+
+    @property
+    def caller_id(self) -> str:
+        """The caller's request, which this is a choice of."""
+        if self.num_choices == 1:
+            return self.request_id
+        return self.request_id.rpartition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +98,14 @@ class TokensEmitted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class Finished(RequestEvent):
+    """``first_token_time`` and ``last_token_time`` are those of its ``TokensEmitted``, for who
+    does not listen to tokens; None where there was none."""
+
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
+    first_token_time: float | None = None
+    last_token_time: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

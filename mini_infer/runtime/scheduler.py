@@ -14,9 +14,7 @@ from mini_infer.core.events import (
     Admitted,
     ChunkScheduled,
     EventStream,
-    Finished,
     Preempted,
-    Queued,
     Resumed,
     StepCompleted,
     TokensEmitted,
@@ -24,6 +22,7 @@ from mini_infer.core.events import (
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request, RequestState
 from mini_infer.runtime.policy import SchedulingPolicy, load_policy
+from mini_infer.runtime.request_events import finished_event, queued_event
 from mini_infer.runtime.request_queues import RequestQueues
 from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
@@ -84,7 +83,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._queues.add(request)
-        self.events.emit(Queued(self.events.now(), request.request_id, request.num_prompt_tokens))
+        self.events.emit(queued_event(request, self.events.now()))
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any moment; an unknown or finished id is no error."""
@@ -365,15 +364,7 @@ class Scheduler:
         self._queues.move(request, RequestState.FINISHED)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        self.events.emit(
-            Finished(
-                self.events.now(),
-                request.request_id,
-                reason,
-                request.num_prompt_tokens,
-                request.num_output_tokens,
-            )
-        )
+        self.events.emit(finished_event(request, self.events.now()))
 
     def _fail(self, request: Request, error: PolicyError) -> None:
         self._finish(request, "error", str(error))

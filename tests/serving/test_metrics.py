@@ -17,7 +17,8 @@ from mini_infer.core.events import (
     TokensEmitted,
 )
 from mini_infer.runtime.engine import LLMEngine
-from mini_infer.serving.metrics import EngineMetrics, Histogram
+from mini_infer.serving.histogram import Histogram, one_two_five
+from mini_infer.serving.metrics import EngineMetrics
 from tests.serving.live import MODEL, LiveServer, live_server
 
 
@@ -58,8 +59,8 @@ def test_counts_after_some_requests(fresh_server: LiveServer) -> None:
     assert values["vllm:time_to_first_token_seconds_count"] == 2
     assert values["vllm:inter_token_latency_seconds_count"] == 8
     assert values["vllm:e2e_request_latency_seconds_count"] == 2
-    assert values["vllm:request_generation_tokens_bucket/4.0"] == 0
-    assert values["vllm:request_generation_tokens_bucket/8.0"] == 2
+    assert values["vllm:request_generation_tokens_bucket/2.0"] == 0
+    assert values["vllm:request_generation_tokens_bucket/5.0"] == 2
     assert values["vllm:prefix_cache_queries_total"] == prompt_tokens
     hits = usage["prompt_tokens_details"]["cached_tokens"]
     assert values["vllm:prefix_cache_hits_total"] == hits > 0
@@ -107,6 +108,80 @@ def test_times_are_those_of_the_events(metrics: EngineMetrics) -> None:
     assert values["vllm:inter_token_latency_seconds_sum"] == 0.5
     assert values["vllm:e2e_request_latency_seconds_sum"] == 1.75
     assert values["vllm:generation_tokens_total"] == 3
+
+
+def test_phases_of_a_request_add_up(metrics: EngineMetrics) -> None:
+    for event in (
+        Queued(1.0, "a", 10, 6),
+        Admitted(1.25, "a", 10, 4),
+        TokensEmitted(2.0, "a", (5,), 1),
+        Preempted(2.25, "a", 11),
+        Resumed(2.5, "a", 8),
+        TokensEmitted(3.5, "a", (5, 6), 3),
+        Finished(4.0, "a", "stop", 10, 3),
+    ):
+        metrics.observe(event)
+    values = read(metrics.render().decode())
+
+    def total(phase: str) -> float:
+        return values[f"vllm:request_{phase}_sum"]
+
+    assert total("prefill_time_seconds") == 0.75
+    assert total("decode_time_seconds") == 1.5
+    assert total("inference_time_seconds") == 2.25
+    assert total("time_per_output_token_seconds") == 0.75
+    assert total("prefill_kv_computed_tokens") == 6
+    assert total("params_max_tokens") == 6
+    assert values["vllm:prompt_tokens_cached_total"] == 4
+
+
+def test_a_request_without_a_token_has_no_phases(metrics: EngineMetrics) -> None:
+    for event in (
+        Queued(1.0, "a", 10, 6),
+        Admitted(1.25, "a", 10, 4),
+        Finished(4.0, "a", "abort", 10, 0),
+    ):
+        metrics.observe(event)
+    values = read(metrics.render().decode())
+    for phase in ("prefill", "decode", "inference"):
+        assert values[f"vllm:request_{phase}_time_seconds_count"] == 0
+    assert values["vllm:e2e_request_latency_seconds_count"] == 1
+
+
+def test_choices_of_a_request_count_once_where_the_caller_does(metrics: EngineMetrics) -> None:
+    for index in range(3):
+        metrics.observe(Queued(1.0, f"a#{index}", 10, 6, num_choices=3))
+    for index, length in enumerate((2, 5, 1)):
+        metrics.observe(Finished(2.0, f"a#{index}", "stop", 10, length))
+    metrics.observe(Queued(3.0, "b", 10, 6))
+    metrics.observe(Finished(4.0, "b", "stop", 10, 4))
+    values = read(metrics.render().decode())
+    assert values["vllm:request_params_n_count"] == 2
+    assert values["vllm:request_params_n_sum"] == 4
+    assert values["vllm:request_params_max_tokens_sum"] == 24
+    assert values["vllm:request_max_num_generation_tokens_count"] == 2
+    assert values["vllm:request_max_num_generation_tokens_sum"] == 9
+
+
+def test_old_names_have_the_new_ones_numbers(metrics: EngineMetrics) -> None:
+    metrics.observe(Queued(1.0, "a", 10))
+    metrics.observe(Admitted(1.0, "a", 10, 4, 10))
+    metrics.observe(StepCompleted(1.0, 0, 10, 0, 1, 0, 5, 20))
+    values = read(metrics.render().decode())
+    assert values["vllm:gpu_cache_usage_perc"] == 0.25
+    assert values["vllm:gpu_prefix_cache_queries_total"] == 10
+    assert values["vllm:gpu_prefix_cache_hits_total"] == 4
+
+
+def test_the_cache_is_described(metrics: EngineMetrics) -> None:
+    [line] = [
+        line
+        for line in metrics.render().decode().splitlines()
+        if line.startswith("vllm:cache_config_info{")
+    ]
+    assert line.endswith(" 1.0")
+    for label in ('block_size="16"', 'enable_prefix_caching="True"', "num_gpu_blocks="):
+        assert label in line
 
 
 def test_kv_usage_is_a_share_and_ends_with_the_last_request(metrics: EngineMetrics) -> None:
@@ -191,6 +266,11 @@ def test_histogram_bounds_are_inclusive() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         histogram.observe(value)
     assert histogram.cumulative() == ([("1.0", 2), ("2.0", 4), ("+Inf", 5)], 14.0)
+
+
+def test_token_bounds_end_at_the_context() -> None:
+    assert one_two_five(100) == (1, 2, 5, 10, 20, 50, 100)
+    assert one_two_five(64) == (1, 2, 5, 10, 20, 50)
 
 
 def test_two_apps_do_not_share_a_registry(metrics: EngineMetrics) -> None:
