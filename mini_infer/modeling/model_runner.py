@@ -19,7 +19,12 @@ from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
 from mini_infer.modeling.sampler import Sampler, SampleResult
 from mini_infer.modeling.step_layout import Integers, StepLayout
-from mini_infer.modeling.step_result import LocalStep, PromptRows, compute_prompt_rows
+from mini_infer.modeling.step_result import (
+    LocalStep,
+    PromptRows,
+    compute_prompt_rows,
+    device_failures,
+)
 from mini_infer.modeling.upload import to_device
 
 
@@ -73,8 +78,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LocalStep:
-        """Runs one step; on a GPU returns before it is done."""
-        with step_range(batch):
+        """Runs one step; on a GPU returns before it is done.
+
+        Raises:
+            EngineDeadError: the device failed for good.
+        """
+        with step_range(batch), device_failures():
             self.state.take_in(batch)
             layout = StepLayout.of(batch)
             if self._graphs is not None and layout.is_decode:

@@ -1,12 +1,14 @@
 """From a step's device tensors to a ``StepOutput``, once, when somebody asks for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.errors import EngineDeadError
 from mini_infer.core.outputs import StepOutput, TokenLogprobs
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.modeling.device_state import DeviceState
@@ -62,6 +64,21 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+@contextmanager
+def device_failures() -> Iterator[None]:
+    """After an illegal access or a failed assertion, a device refuses all further work of this
+    process: no step will succeed any more, so nobody should send one.
+
+    Raises:
+        EngineDeadError: in place of such an error.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        first_line = str(error).partition("\n")[0]
+        raise EngineDeadError(f"the device failed ({first_line}): restart the engine") from error
+
+
 class LocalStep:
     """A step that this process launched; ``result`` waits until the device has run it.
 
@@ -93,9 +110,14 @@ class LocalStep:
         self._done = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
     def result(self) -> StepOutput:
-        """Token ids and log-probabilities, aligned with the batch's chunks."""
+        """Token ids and log-probabilities, aligned with the batch's chunks.
+
+        Raises:
+            EngineDeadError: the device failed, and with it everything that this process has there.
+        """
         if self._done is not None:
-            self._done.synchronize()
+            with device_failures():
+                self._done.synchronize()
         chunks = self._batch.chunks
         tokens: list[tuple[int, ...]] = [()] * len(chunks)
         logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(chunks)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import InvalidRequestError, MiniInferError, StepError
+from mini_infer.core.errors import EngineDeadError, InvalidRequestError, MiniInferError, StepError
 from mini_infer.core.events import EventStream
 from mini_infer.core.outputs import RequestDelta, RequestUpdate
 from mini_infer.core.sampling_params import SamplingParams
@@ -137,6 +137,9 @@ class LLMEngine:
 
         A step that raises ends the requests that it held, with finish reason ``error``; a user's
         policy that raises, the request that it was asked about. All others go on.
+
+        Raises:
+            EngineDeadError: the device failed for good, and every further step would.
         """
         while len(self._in_flight) < self.config.depth and not self._submit_failed:
             batch = self.scheduler.schedule()
@@ -176,6 +179,8 @@ class LLMEngine:
         batch, handle = self._in_flight[0]  # where it stays if Ctrl-C ends the wait
         try:
             result = handle.result()
+        except EngineDeadError:
+            raise
         except Exception as error:
             self._forget_oldest()
             logger.exception("step %d failed; its requests end with an error", batch.step_id)

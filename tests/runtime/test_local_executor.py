@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
-from mini_infer.core.errors import OutOfMemoryError, WeightsError
+from mini_infer.core.errors import EngineDeadError, OutOfMemoryError, WeightsError
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.modeling import kv_memory
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.runtime.local_executor import LocalExecutor
 from tests.runtime.fake_executor import TINY_MODEL, make_config
+from tests.runtime.tiny_model import tiny_engine
 
 BYTES_PER_TOKEN = 2 * TINY_MODEL.num_kv_heads * TINY_MODEL.head_dim * TINY_MODEL.num_layers * 4
 
@@ -125,3 +126,19 @@ def test_shutdown_frees_weights_and_cache_and_may_come_twice() -> None:
 
 def test_shutdown_before_start_is_harmless() -> None:
     executor().shutdown()
+
+
+def test_a_device_that_failed_ends_the_engine_and_not_one_request_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after an illegal access, from which no process recovers."""
+    engine = tiny_engine()
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with ...")
+
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    monkeypatch.setattr(engine._executor._runner, "_forward", fail)  # type: ignore[attr-defined]
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=r"illegal memory access\): restart"):
+            engine.step()
