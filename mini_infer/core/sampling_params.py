@@ -59,6 +59,8 @@ class SamplingParams:
     """Words that are never completed: their last token is masked once the others stand. At most
     ``MAX_BAD_WORDS``, of at most ``MAX_TOKENS_PER_BAD_WORD`` tokens each."""
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's last tokens; -1: as many as leave room for the output."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -114,7 +116,7 @@ class SamplingParams:
 
         for name in ("n", "top_k", "min_tokens"):
             whole(name, optional=False)
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             whole(name, optional=True)
         for name in (
             "temperature",
@@ -163,6 +165,12 @@ class SamplingParams:
             require(
                 value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}"
             )
+        truncate = self.truncate_prompt_tokens
+        require(
+            truncate is None or truncate == -1 or truncate >= 1,
+            "truncate_prompt_tokens",
+            "1 or more, or -1",
+        )
         require(all(self.stop), "stop", "free of empty strings")
         require(all(self.bad_words), "bad_words", "free of empty strings")
         require(

@@ -61,3 +61,7 @@ class ByteTokenizer:
             for message in normalise_messages(messages)
         ]
         return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+    def chat_template_source(self, with_tools: bool) -> str:
+        """None: ChatML is written without a template, and knows no tools."""
+        return ""

@@ -24,6 +24,44 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return [_normalise(message, index) for index, message in enumerate(messages)]
 
 
+CONTINUATION_TAG = "<|continued from here|> "
+"""Marks the end of a final message that is to be continued. Its space tells whether the template
+trims contents."""
+
+
+def tag_final_message(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose last one ends with ``CONTINUATION_TAG``, for ``cut_at_tag`` to find.
+
+    The idea is that of transformers' ``continue_final_message``.
+
+    Raises:
+        InvalidRequestError: malformed messages.
+    """
+    *earlier, last = normalise_messages(messages)
+    if last.get("tool_calls"):
+        raise InvalidRequestError(
+            "continue_final_message: a final message with tool_calls can't be continued",
+            "continue_final_message",
+        )
+    return [*earlier, {**last, "content": last["content"] + CONTINUATION_TAG}]
+
+
+def cut_at_tag(prompt: str) -> str:
+    """A rendered prompt up to where its final message's content ends.
+
+    Raises:
+        InvalidRequestError: the template left that content out, or changed it.
+    """
+    text, found, rest = prompt.rpartition(CONTINUATION_TAG.strip())
+    if not found:
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template does not show the final message's "
+            "content, so that it can't be continued",
+            "continue_final_message",
+        )
+    return text if rest.startswith(" ") else text.rstrip()
+
+
 def _normalise(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(
@@ -74,4 +112,8 @@ def _tool_call(call: Any, index: int) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"messages[{index}].tool_calls: arguments are not JSON: {error}", "messages"
             ) from None
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequestError(
+            f"messages[{index}].tool_calls: a function's name must be a string", "messages"
+        )
     return {**call, "function": {**function, "arguments": arguments}}

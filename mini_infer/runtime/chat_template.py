@@ -124,7 +124,7 @@ class ChatTemplates:
             InvalidRequestError: malformed messages, no template, or a template that fails: its own
                 ``raise_exception`` message is passed on.
         """
-        template = self._template("tool_use" if tools and "tool_use" in self.sources else "default")
+        template = self._template(self._name(bool(tools)))
         scope = {
             **self._special_tokens,
             **variables,
@@ -140,6 +140,13 @@ class ChatTemplates:
             raise InvalidRequestError(
                 f"the model's chat template refused this conversation: {error}", "messages"
             ) from error
+
+    def source(self, with_tools: bool) -> str:
+        """The text of the template that ``render`` uses with tools, or without; "" for none."""
+        return self.sources.get(self._name(with_tools), "")
+
+    def _name(self, with_tools: bool) -> str:
+        return "tool_use" if with_tools and "tool_use" in self.sources else "default"
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:

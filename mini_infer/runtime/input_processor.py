@@ -14,6 +14,8 @@ from mini_infer.runtime.unicode_text import utf8_bytes
 
 SEED_BITS = 63
 """A seed fits a signed 64-bit integer on every device."""
+TRUNCATION_MARGIN = 64
+"""Tokens that are read before those that ``truncate_prompt_tokens`` keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,18 @@ class InputProcessor:
                 KV pool.
         """
         _check_queueing(priority, cache_salt)
+        num_kept = self._num_kept(params)
         if isinstance(prompt, str):
-            self._check_length(prompt)
-            prompt_token_ids = self._tokenizer.encode(prompt, add_special_tokens)
+            if num_kept is None:
+                self._check_length(prompt)
+                encoded = prompt
+            else:
+                encoded = self._tail(prompt, num_kept)
+            prompt_token_ids = self._tokenizer.encode(encoded, add_special_tokens)
         else:
             prompt_token_ids = _integers(prompt)
+        if num_kept is not None:
+            prompt_token_ids = prompt_token_ids[-num_kept:]
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt is empty: send at least one token", "prompt")
         self._check_vocabulary("prompt", prompt_token_ids)
@@ -102,6 +111,23 @@ class InputProcessor:
         ]
         text = prompt if isinstance(prompt, str) else None
         return ProcessedRequest(request_id, text, prompt_token_ids, params, requests, stream)
+
+    def _num_kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are used; None for all."""
+        if params.truncate_prompt_tokens != -1:
+            return params.truncate_prompt_tokens
+        room = self._max_model_len
+        if self._pool is not None:
+            room = min(room, self._pool + 1)
+        asked = max(params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
+        return max(room - asked, 1)
+
+    def _tail(self, text: str, num_tokens: int) -> str:
+        """The end of a text, of at least ``num_tokens`` tokens where it has as many: what is cut
+        from a text of megabytes need not be read. How the text is split into tokens at the cut
+        does not reach the tokens that are kept, which begin ``TRUNCATION_MARGIN`` later."""
+        kept = min(num_tokens, self._max_model_len) + TRUNCATION_MARGIN
+        return text[-kept * self._tokenizer.max_chars_per_token :]
 
     def _check_length(self, text: str) -> None:
         """Refuses a text of megabytes before minutes are spent on its tokens."""

@@ -74,6 +74,9 @@ class Tokenizer(Protocol):
         Raises InvalidRequestError: no template, or one that refuses these messages.
         """
 
+    def chat_template_source(self, with_tools: bool) -> str:
+        """The text of the template for conversations with tools, or without; "" for none."""
+
 
 def decode_bytes(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
     """``Tokenizer.decode`` in terms of ``token_bytes``."""
@@ -194,6 +197,9 @@ class HFTokenizer:
         return self._chat_templates.render(
             messages, add_generation_prompt=add_generation_prompt, **kwargs
         )
+
+    def chat_template_source(self, with_tools: bool) -> str:
+        return self._chat_templates.source(with_tools)
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

@@ -3,7 +3,8 @@
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 from mini_infer.core.outputs import RequestDelta, RequestOutput
@@ -16,7 +17,8 @@ DeltaStream = AsyncGenerator[list[RequestDelta], None]
 class Envelope:
     """The fields that every chunk of an answer repeats, serialised once.
 
-    With ``include_usage`` each chunk but the last has a usage of null, as OpenAI's have.
+    With ``include_usage`` each chunk but the last has a usage of null, as OpenAI's have, or of its
+    choice so far.
     """
 
     def __init__(self, prefix: str, kind: str, model: str, include_usage: bool) -> None:
@@ -28,11 +30,26 @@ class Envelope:
             "created": int(time.time()),
             "model": model,
         }
-        self._head = f'data: {to_json(self.fields)[:-1]},"choices":['
         self._tail = '],"usage":null}\n\n' if include_usage else "]}\n\n"
+        self.extend({})
 
-    def event(self, choice: dict[str, Any]) -> str:
-        return f"{self._head}{to_json(choice)}{self._tail}"
+    def extend(self, fields: Mapping[str, Any]) -> None:
+        """Adds fields for every chunk to repeat."""
+        self.fields |= fields
+        self._head = f'data: {to_json(self.fields)[:-1]},"choices":['
+
+    def event(
+        self, choice: dict[str, Any], usage: dict[str, Any] | None = None, **fields: Any
+    ) -> str:
+        """A chunk of one choice; ``fields`` stand beside its choices."""
+        tail = self._tail
+        if usage is not None:
+            fields["usage"] = usage
+        elif fields and self.include_usage:
+            fields["usage"] = None
+        if fields:
+            tail = f"],{to_json(fields)[1:]}\n\n"
+        return f"{self._head}{to_json(choice)}{tail}"
 
     def usage_event(self, usage: dict[str, Any]) -> str:
         return f'{self._head}],"usage":{to_json(usage)}}}\n\n'
@@ -77,6 +94,24 @@ async def events_of(
                 yield "".join(events)
     if envelope.include_usage:
         yield envelope.usage_event(usage_of(outputs))
+
+
+class UsageSoFar:
+    """What ``continuous_usage_stats`` tells of each choice: its own tokens, and its prompt's."""
+
+    def __init__(self) -> None:
+        self._num_tokens: defaultdict[int, int] = defaultdict(int)
+
+    def add(self, index: int, delta: RequestDelta) -> None:
+        self._num_tokens[index] += len(delta.token_ids)
+
+    def get(self, index: int, delta: RequestDelta) -> dict[str, Any]:
+        num_tokens = self._num_tokens[index]
+        return {
+            "prompt_tokens": delta.num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": delta.num_prompt_tokens + num_tokens,
+        }
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:

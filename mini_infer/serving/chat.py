@@ -1,41 +1,110 @@
 """POST /v1/chat/completions: messages to a prompt, deltas to chunks, outputs to an answer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.errors import InvalidRequestError
-from mini_infer.core.outputs import RequestDelta, RequestOutput
-from mini_infer.runtime.chat_messages import normalise_messages
-from mini_infer.serving.answer import Envelope, usage_of
+from mini_infer.core.outputs import CompletionOutput, FinishReason, RequestDelta, RequestOutput
+from mini_infer.runtime.chat_messages import cut_at_tag, normalise_messages, tag_final_message
+from mini_infer.serving.answer import Envelope, UsageSoFar, usage_of
 from mini_infer.serving.logprobs import chat_logprobs, prompt_logprobs
+from mini_infer.serving.messages import (
+    MessageForm,
+    MessageParser,
+    RenderedChat,
+    call_deltas,
+    call_object,
+    read_message,
+)
+from mini_infer.serving.reasoning import Reasoning, continues_reasoning, opens_reasoning
 from mini_infer.serving.schema import ChatCompletionRequest
+from mini_infer.serving.tool_calls import ToolCall, ToolParser, tool_parser_for
 
 if TYPE_CHECKING:
     from mini_infer.runtime.tokenizer import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEPT_FIELDS = {
+    "assistant": ("tool_calls", "reasoning_content"),
+    "tool": ("tool_call_id", "name"),
+}
+"""What a template is told of besides role and content, where it is there."""
+OWN_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "tools")
 
 
 def chat_prompt(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> str:
     """A conversation in the format of the model's chat template, special tokens included.
 
+    Leaves on ``body.rendered`` how the answers to it are read.
+
     Raises:
-        InvalidRequestError: a message that can't be rendered.
+        InvalidRequestError: a message, or a tool, that can't be rendered.
     """
-    kwargs = body.chat_template_kwargs or {}
-    for name in ("messages", "add_generation_prompt"):
-        if name in kwargs:
+    body.set_rendered(render_chat(tokenizer, body))
+    return body.rendered.prompt
+
+
+def render_chat(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> RenderedChat:
+    """Raises InvalidRequestError: a message, or a tool, that can't be rendered."""
+    variables = dict(body.chat_template_kwargs or {})
+    for name in OWN_FIELDS:
+        if name in variables:
             raise InvalidRequestError(
                 f"give {name} as a field of its own, not in chat_template_kwargs",
                 "chat_template_kwargs",
             )
-    return tokenizer.apply_chat_template(
-        plain_messages(body.messages), add_generation_prompt=body.add_generation_prompt, **kwargs
+    messages = plain_messages(body.messages)
+    tools = body.usable_tools
+    source = tokenizer.chat_template_source(bool(tools))
+    if "tool_calls" not in source and any("tool_calls" in message for message in messages):
+        raise InvalidRequestError(
+            "messages with tool_calls are not supported by this model: its chat template does not "
+            "show them",
+            "messages",
+        )
+    if tools:
+        variables["tools"] = tools
+    continued = body.continue_final_message
+    add_generation_prompt = body.add_generation_prompt
+    prompt = tokenizer.apply_chat_template(
+        tag_final_message(messages) if continued else messages,
+        add_generation_prompt=not continued
+        if add_generation_prompt is None
+        else add_generation_prompt,
+        **variables,
     )
+    opened = opens_reasoning(prompt)
+    if continued:
+        prompt = cut_at_tag(prompt)
+        opened = continues_reasoning(messages[-1]["content"])
+    form = MessageForm(
+        opens_reasoning=opened,
+        tool_parser=_tool_parser(source) if tools else None,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        include_reasoning=body.include_reasoning,
+    )
+    return RenderedChat(prompt, tokenizer, form)
+
+
+def _tool_parser(source: str) -> Callable[[], ToolParser]:
+    if "tools" not in source:
+        raise InvalidRequestError(
+            "tools are not supported by this model: its chat template has no place for them",
+            "tools",
+        )
+    parser = tool_parser_for(source)
+    if parser is None:
+        raise InvalidRequestError(
+            "tools are not supported by this model: its chat template asks for calls in a form "
+            "that is not known here; Hermes' (Qwen2.5, Qwen3) and Llama 3's are",
+            "tools",
+        )
+    return parser
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as every chat template knows them: a role and a text.
+    """Messages as chat templates know them: a role and a text, and what tools add to them.
 
     ``developer`` is OpenAI's newer name of ``system``; templates know only the latter.
 
@@ -50,11 +119,22 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
                 f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r:.80}",
                 "messages",
             )
-        for name in ("tool_calls", "function_call", "audio"):
+        refused = ["function_call", "audio"] + ([] if role == "assistant" else ["tool_calls"])
+        for name in refused:
             if message.get(name):
-                raise InvalidRequestError(f"messages[{index}].{name} is not supported", "messages")
-        role = "system" if role == "developer" else role
-        plain.append({"role": role, "content": message["content"]})
+                raise InvalidRequestError(
+                    f"messages[{index}].{name} is not supported for role {role}", "messages"
+                )
+        kept = {"role": "system" if role == "developer" else role, "content": message["content"]}
+        for name in KEPT_FIELDS.get(role, ()):
+            value = message.get(name)
+            if name != "tool_calls" and value is not None and not isinstance(value, str):
+                raise InvalidRequestError(
+                    f"messages[{index}].{name} must be a string, got {value!r:.80}", "messages"
+                )
+            if value:
+                kept[name] = value
+        plain.append(kept)
     return plain
 
 
@@ -73,33 +153,77 @@ def text_length(value: Any) -> int:
     return length
 
 
+@dataclass(slots=True)
+class _Choice:
+    """A choice while its chunks are sent."""
+
+    parser: MessageParser
+    num_calls: int = 0
+
+    def contents(self, delta: RequestDelta) -> list[dict[str, Any]]:
+        """The ``delta`` of each chunk that news of this choice become."""
+        parts = self.parser.append(delta.text)
+        if delta.finish_reason is not None:
+            parts += self.parser.finish()
+        contents: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                contents += call_deltas(self.num_calls, part)
+                self.num_calls += 1
+            elif isinstance(part, Reasoning):
+                contents.append({"reasoning_content": part.text})
+            else:
+                contents.append({"content": part})
+        return contents
+
+
 class ChatChunks:
     """Formats the deltas of one request as the chunks of a streamed chat answer."""
 
     def __init__(self, envelope: Envelope, body: ChatCompletionRequest) -> None:
+        envelope.extend(body.answer_fields)
         self._envelope = envelope
         self._num_top = body.top_logprobs or 0
-        self._started: set[int] = set()
+        self._rendered = body.rendered
+        self._returns_token_ids = bool(body.return_token_ids)
+        self._usage = UsageSoFar() if body.continuous_usage else None
+        self._choices: dict[int, _Choice] = {}
 
     def __call__(self, delta: RequestDelta) -> Iterator[str]:
-        if delta.index not in self._started:
-            self._started.add(delta.index)
-            first = {"role": "assistant", "content": ""}
-            if delta.prompt_logprobs is None:
-                yield self._event(delta, first)
-            else:
-                yield self._event(
-                    delta, first, prompt_logprobs=prompt_logprobs(delta.prompt_logprobs)
-                )
-        if delta.text or delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs, self._num_top) if delta.logprobs else None
-            yield self._event(delta, {"content": delta.text}, logprobs=logprobs)
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            beside: dict[str, Any] = {}
+            if self._returns_token_ids and not self._choices:
+                beside["prompt_token_ids"] = self._rendered.token_ids(delta.num_prompt_tokens)
+            choice = self._choices[delta.index] = _Choice(MessageParser(self._rendered.form))
+            fields: dict[str, Any] = {}
+            if delta.prompt_logprobs is not None:
+                fields["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs)
+            yield self._event(delta, {"role": "assistant", "content": ""}, beside, **fields)
+        if self._usage is not None:
+            self._usage.add(delta.index, delta)
+        fields = {}
+        if delta.logprobs:
+            fields["logprobs"] = chat_logprobs(delta.logprobs, self._num_top)
+        if self._returns_token_ids and delta.token_ids:
+            fields["token_ids"] = delta.token_ids
+        contents = choice.contents(delta)
+        if fields and not contents:
+            contents.append({"content": ""})  # the text is held back
+        for content in contents:
+            yield self._event(delta, content, **fields)
+            fields = {}
         if delta.finish_reason is not None:
-            yield self._event(
-                delta, {}, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
-            )
+            reason = finish_reason(delta.finish_reason, choice.num_calls)
+            yield self._event(delta, {}, finish_reason=reason, stop_reason=delta.stop_reason)
 
-    def _event(self, delta: RequestDelta, content: dict[str, Any], **fields: Any) -> str:
+    def _event(
+        self,
+        delta: RequestDelta,
+        content: dict[str, Any],
+        beside: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> str:
         choice = {
             "index": delta.index,
             "delta": content,
@@ -107,7 +231,13 @@ class ChatChunks:
             "finish_reason": None,
             **fields,
         }
-        return self._envelope.event(choice)
+        usage = None if self._usage is None else self._usage.get(delta.index, delta)
+        return self._envelope.event(choice, usage, **(beside or {}))
+
+
+def finish_reason(reason: FinishReason | None, num_calls: int) -> str | None:
+    """OpenAI's: an answer that calls and then stops, stops for its calls."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def chat_answer(
@@ -116,20 +246,39 @@ def chat_answer(
     """The whole answer of a chat request that isn't streamed."""
     answer = {
         **envelope.fields,
-        "choices": [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": chat_logprobs(choice.logprobs, body.top_logprobs or 0)
-                if choice.logprobs is not None
-                else None,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for choice in output.outputs
-        ],
+        **body.answer_fields,
+        "choices": [_answer_choice(body, choice) for choice in output.outputs],
         "usage": usage_of([output]),
     }
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    return answer
+
+
+def _answer_choice(body: ChatCompletionRequest, choice: CompletionOutput) -> dict[str, Any]:
+    parts = read_message(body.rendered.form, choice.text)
+    # OpenAI's null: there is something, but no text.
+    has_content = bool(parts.content) or not choice.text
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": parts.content if has_content else None,
+        "refusal": None,
+    }
+    if parts.reasoning:
+        message["reasoning_content"] = parts.reasoning
+    if parts.calls:
+        message["tool_calls"] = [call_object(call) for call in parts.calls]
+    answer = {
+        "index": choice.index,
+        "message": message,
+        "logprobs": chat_logprobs(choice.logprobs, body.top_logprobs or 0)
+        if choice.logprobs is not None
+        else None,
+        "finish_reason": finish_reason(choice.finish_reason, len(parts.calls)),
+        "stop_reason": choice.stop_reason,
+    }
+    if body.return_token_ids:
+        answer["token_ids"] = choice.token_ids
     return answer

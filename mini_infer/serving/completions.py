@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.outputs import Logprob, RequestDelta, RequestOutput
-from mini_infer.serving.answer import Envelope, usage_of
+from mini_infer.serving.answer import Envelope, UsageSoFar, usage_of
 from mini_infer.serving.logprobs import CompletionLogprobs, joined, no_logprobs, prompt_logprobs
 from mini_infer.serving.schema import CompletionRequest
 from mini_infer.serving.text_offsets import PromptText
@@ -24,8 +24,10 @@ class CompletionFormat:
         tokenizer: "Tokenizer",
         prompts: Mapping[str, str | Sequence[int]],
     ) -> None:
+        envelope.extend(body.answer_fields)
         self._envelope = envelope
         self._body = body
+        self._usage = UsageSoFar() if body.continuous_usage else None
         skip = body.skip_special_tokens is not False
         self._prompts = {
             request_id: PromptText(tokenizer, prompt, skip)
@@ -43,25 +45,29 @@ class CompletionFormat:
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[delta.request_id] = delta.prompt_logprobs
         first = index not in self._started
-        tells_prompt = self._body.echo or self._body.prompt_logprobs is not None
-        if delta.text or delta.logprobs or (first and tells_prompt):
+        returns_token_ids = self._body.return_token_ids
+        tells_prompt = (
+            self._body.echo or self._body.prompt_logprobs is not None or returns_token_ids
+        )
+        tells_tokens = delta.text or delta.logprobs or (returns_token_ids and delta.token_ids)
+        if self._usage is not None:
+            self._usage.add(index, delta)
+        if tells_tokens or (first and tells_prompt):
             text, logprobs = self._piece(delta.request_id, index, delta.text, delta.logprobs)
             fields: dict[str, Any] = {}
             if first and self._body.prompt_logprobs is not None:
                 fields["prompt_logprobs"] = prompt_logprobs(
                     self._prompt_logprobs.get(delta.request_id)
                 )
-            yield self._envelope.event(_choice(index, text, logprobs, **fields))
+            if returns_token_ids:
+                fields["token_ids"] = delta.token_ids
+                if first:
+                    prompt = self._prompts[delta.request_id]
+                    fields["prompt_token_ids"] = prompt.token_ids[-delta.num_prompt_tokens :]
+            yield self._event(delta, _choice(index, text, logprobs, **fields))
         if delta.finish_reason is not None:
-            yield self._envelope.event(
-                _choice(
-                    index,
-                    "",
-                    None,
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                )
-            )
+            reasons = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            yield self._event(delta, _choice(index, "", None, **reasons))
 
     def answer(self, outputs: Mapping[str, RequestOutput]) -> dict[str, Any]:
         """The whole answer of a request that isn't streamed."""
@@ -76,12 +82,21 @@ class CompletionFormat:
                 index = self._index(request_id, choice.index)
                 text, logprobs = self._piece(request_id, index, choice.text, choice.logprobs or ())
                 fields |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                if self._body.return_token_ids:
+                    fields |= {
+                        "token_ids": choice.token_ids,
+                        "prompt_token_ids": output.prompt_token_ids,
+                    }
                 choices.append(_choice(index, text, logprobs, **fields))
         return {
             **self._envelope.fields,
             "choices": choices,
             "usage": usage_of(outputs.values()),
         }
+
+    def _event(self, delta: RequestDelta, choice: dict[str, Any]) -> str:
+        usage = None if self._usage is None else self._usage.get(choice["index"], delta)
+        return self._envelope.event(choice, usage)
 
     def _index(self, request_id: str, choice: int) -> int:
         return self._rows[request_id] * (self._body.n or 1) + choice

@@ -3,18 +3,21 @@
 A field that is accepted is honoured. One that OpenAI or vLLM has and that can't be honoured is
 refused, unless it holds a value that asks for nothing. What changes no answer is accepted without
 effect: labels for the caller's own books (``user``, ``safety_identifier``, ``metadata``), a hint
-for routing (``prompt_cache_key``), ``parallel_tool_calls`` (no tools, no calls), the ``name`` of a
-message. Names that neither API has are ignored, as vLLM does.
+for routing (``prompt_cache_key``), ``parallel_tool_calls`` where no tool is given, and
+``spaces_between_special_tokens``, as decoding never adds any. Names that neither API has are
+ignored, as vLLM does. ``docs/api.md`` has the table.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from mini_infer.serving.messages import RenderedChat
+from mini_infer.serving.tool_calls import check_tools
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BATCH_CHOICES = 4096
@@ -23,8 +26,6 @@ MAX_BATCH_CHOICES = 4096
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
-    "continuous_usage_stats": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -46,21 +47,27 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Fields that can't be honoured, each with the values (besides null) that ask for nothing."""
+
+STRUCTURED = frozenset(
+    (
+        "response_format",
+        "structured_outputs",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+    )
+)
+SERVICE_TIERS = ("auto", "default")
 
 SAMPLING_FIELDS = (
     "n",
@@ -81,6 +88,7 @@ SAMPLING_FIELDS = (
     "allowed_token_ids",
     "bad_words",
     "skip_special_tokens",
+    "truncate_prompt_tokens",
 )
 """Fields that go to ``SamplingParams`` as they are; null means its default."""
 
@@ -90,7 +98,10 @@ CHAT_ONLY = (
     "max_completion_tokens",
     "top_logprobs",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
+    "tools",
+    "tool_choice",
 )
 COMPLETIONS_ONLY = ("prompt", "echo", "best_of")
 
@@ -102,6 +113,21 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     """A last chunk without choices that holds the usage."""
+    continuous_usage_stats: bool = False
+    """With it each chunk holds its choice's usage so far."""
+
+
+def refusal(name: str, value: Any) -> InvalidRequestError:
+    """Why a field of ``REFUSED`` is an error."""
+    if name not in STRUCTURED:
+        return InvalidRequestError(f"{name} is not supported by mini-infer; leave it out", name)
+    kind = value.get("type") if name == "response_format" and isinstance(value, dict) else None
+    shown = f"{name} of type {kind!r:.40}" if kind is not None else name
+    return InvalidRequestError(
+        f"{shown} is not supported: outputs can't be bound to a schema or grammar yet; ask for the "
+        "form in the prompt and check the answer",
+        name,
+    )
 
 
 class RequestBody(BaseModel):
@@ -130,6 +156,11 @@ class RequestBody(BaseModel):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    """vLLM's: the prompt's token ids, and each choice's."""
+    service_tier: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = 0
@@ -139,14 +170,30 @@ class RequestBody(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def answer_fields(self) -> dict[str, Any]:
+        """What the answer and each of its chunks repeat of the request: there is one tier here."""
+        return {} if self.service_tier is None else {"service_tier": "default"}
+
     def check(self) -> None:
         """Raises InvalidRequestError for a field, or a combination, that can't be honoured."""
         options = self.stream_options or StreamOptions()
         for name, value in {**(self.model_extra or {}), **(options.model_extra or {})}.items():
             if name in REFUSED and value is not None and value not in REFUSED[name]:
-                raise InvalidRequestError(
-                    f"{name} is not supported by mini-infer; leave it out", name
-                )
+                raise refusal(name, value)
+        if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
+            raise InvalidRequestError(
+                f"service_tier {self.service_tier!r:.40} is not supported: there is only 'default'",
+                "service_tier",
+            )
+        if options.continuous_usage_stats and not options.include_usage:
+            raise InvalidRequestError(
+                "continuous_usage_stats needs include_usage: true", "continuous_usage_stats"
+            )
         if self.stream_options and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed together with stream: true", "stream_options"
@@ -155,7 +202,7 @@ class RequestBody(BaseModel):
     def _refuse_fields_of(self, path: str, names: Iterable[str]) -> None:
         for name in names:
             value = (self.model_extra or {}).get(name)
-            if value is not None and value is not False:
+            if value is not None and value is not False and value != []:
                 raise InvalidRequestError(f"{name} is only supported by {path}", name)
 
     def _sampling_params(self, **fields: Any) -> SamplingParams:
@@ -174,12 +221,43 @@ class ChatCompletionRequest(RequestBody):
     """OpenAI's newer name of ``max_tokens``; wins over it. Neither: the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """Default: true, unless the final message is continued."""
+    continue_final_message: bool = False
+    """The answer goes on where the last message ends, instead of starting a new turn."""
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """False: only the first call of an answer counts."""
+    include_reasoning: bool = True
+    """False leaves out what the model thought before its answer."""
+
+    _rendered: RenderedChat | None = PrivateAttr(None)
+
+    @property
+    def rendered(self) -> RenderedChat:
+        """What ``chat_prompt`` made of the messages."""
+        assert self._rendered is not None, "chat_prompt comes first"
+        return self._rendered
+
+    def set_rendered(self, rendered: RenderedChat) -> None:
+        self._rendered = rendered
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of: with ``tool_choice`` "none" it knows of none."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def check(self) -> None:
         super().check()
         self._refuse_fields_of("/v1/completions", COMPLETIONS_ONLY)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt can't both be true",
+                "continue_final_message",
+            )
+        check_tools(self.tools, self.tool_choice)
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -214,6 +292,11 @@ class CompletionRequest(RequestBody):
     def check(self) -> None:
         super().check()
         self._refuse_fields_of("/v1/chat/completions", CHAT_ONLY)
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequestError(
+                "echo can't show a prompt that truncate_prompt_tokens cuts; leave out one",
+                "truncate_prompt_tokens",
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError(
                 "best_of is only supported where it equals n; leave it out", "best_of"

@@ -1,0 +1,122 @@
+"""A choice's text as the parts of an assistant's message: thoughts, content, tool calls."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mini_infer.serving.reasoning import Reasoning, ReasoningParser
+from mini_infer.serving.tool_calls import ToolCall, ToolParser
+
+if TYPE_CHECKING:
+    from mini_infer.runtime.tokenizer import Tokenizer
+
+Part = str | Reasoning | ToolCall
+"""A piece of content, a piece of the thoughts, or a whole call."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """How the texts of one request's choices are read."""
+
+    opens_reasoning: bool = False
+    """Does the prompt end within the model's thoughts?"""
+    tool_parser: Callable[[], ToolParser] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The prompt of a conversation, and how its answers are read."""
+
+    prompt: str
+    tokenizer: "Tokenizer"
+    form: MessageForm
+
+    def token_ids(self, num_kept: int) -> list[int]:
+        """The last ``num_kept`` of the prompt's tokens."""
+        return self.tokenizer.encode(self.prompt, add_special_tokens=False)[-num_kept:]
+
+
+class MessageParser:
+    """Reads one choice's text as it comes: any split of it gives the same message."""
+
+    def __init__(self, form: MessageForm) -> None:
+        self._form = form
+        self._reasoning = ReasoningParser(form.opens_reasoning)
+        self._tools = None if form.tool_parser is None else form.tool_parser()
+        self.num_calls = 0
+
+    def append(self, text: str) -> list[Part]:
+        """The parts that ``text`` completes."""
+        return self._select(self._reasoning.append(text)) if text else []
+
+    def finish(self) -> list[Part]:
+        """The parts that were held back, once the text is at its end."""
+        parts = self._select(self._reasoning.finish())
+        if self._tools is not None:
+            parts += self._count(self._tools.finish())
+        return parts
+
+    def _select(self, parts: list[str | Reasoning]) -> list[Part]:
+        selected: list[Part] = []
+        for part in parts:
+            if isinstance(part, Reasoning):
+                if self._form.include_reasoning:
+                    selected.append(part)
+            elif self._tools is None:
+                selected.append(part)
+            else:
+                selected += self._count(self._tools.append(part))
+        return selected
+
+    def _count(self, parts: list[str | ToolCall]) -> list[Part]:
+        counted: list[Part] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                if self.num_calls and not self._form.parallel_tool_calls:
+                    continue
+                self.num_calls += 1
+            counted.append(part)
+        return counted
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A whole answer's parts."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+
+
+def read_message(form: MessageForm, text: str) -> Message:
+    """The message that a whole text is."""
+    parser = MessageParser(form)
+    parts = parser.append(text) + parser.finish()
+    return Message(
+        "".join(part for part in parts if isinstance(part, str)),
+        "".join(part.text for part in parts if isinstance(part, Reasoning)),
+        [part for part in parts if isinstance(part, ToolCall)],
+    )
+
+
+def call_id() -> str:
+    """A new name for a call, for its result to refer to."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def call_object(call: ToolCall) -> dict[str, Any]:
+    """A call as OpenAI's chat answers have it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(), "type": "function", "function": function}
+
+
+def call_deltas(index: int, call: ToolCall) -> list[dict[str, Any]]:
+    """A call as OpenAI's chat chunks have it: who is called, then the arguments."""
+    start = call_object(ToolCall(call.name, ""))
+    return [
+        {"tool_calls": [{"index": index, **start}]},
+        {"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]},
+    ]

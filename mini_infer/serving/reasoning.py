@@ -1,0 +1,91 @@
+"""Splits what a model thought from its answer: ``<think>...</think>``, as Qwen3 writes it."""
+
+from dataclasses import dataclass
+
+from mini_infer.serving.tool_calls import TagFinder
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what the model thought."""
+
+    text: str
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Does the prompt end within the model's thoughts?"""
+    return prompt.rstrip().endswith(OPEN)
+
+
+def continues_reasoning(content: str) -> bool:
+    """Does a message that is to be continued end within its thoughts?"""
+    return content.rfind(OPEN) > content.rfind(CLOSE)
+
+
+class ReasoningParser:
+    """Reads one answer's text; any split of it gives the same joined thoughts and the same text.
+
+    The thoughts begin where the prompt ends, or where the answer begins with their tag. White
+    space around the tags belongs to neither part. Thoughts without an end are all that there is.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self._opened = opened
+        self._finder = TagFinder()
+        self._read = self._read_start
+        self._space = ""
+        """White space that belongs to what follows, if anything does."""
+        self._begun = False
+        """Was a thought told of?"""
+
+    def append(self, text: str) -> list[str | Reasoning]:
+        """What ``text`` completes; what could yet be a tag, or space beside one, is held back."""
+        return self._read(text)
+
+    def finish(self) -> list[str | Reasoning]:
+        """What was held back, once the text is at its end."""
+        if self._read == self._read_start and not self._opened:
+            return [self._space] if self._space else []
+        if self._read in (self._read_start, self._read_thoughts):
+            return self._think(self._finder.flush())
+        return []
+
+    def _read_start(self, text: str) -> list[str | Reasoning]:
+        text, self._space = self._space + text, ""
+        start = text.lstrip()
+        if start.startswith(OPEN):
+            self._read = self._read_thoughts
+            return self._read(start.removeprefix(OPEN))
+        if OPEN.startswith(start):  # also while there is nothing but space
+            self._space = text
+            return []
+        self._read = self._read_thoughts if self._opened else self._read_answer
+        return self._read(text)
+
+    def _read_thoughts(self, text: str) -> list[str | Reasoning]:
+        before, rest = self._finder.split(text, CLOSE)
+        pieces = self._think(before)
+        if rest is None:
+            return pieces
+        self._read = self._read_space
+        return pieces + self._read(rest)
+
+    def _read_space(self, text: str) -> list[str | Reasoning]:
+        text = text.lstrip()
+        if text:
+            self._read = self._read_answer
+        return [text] if text else []
+
+    def _read_answer(self, text: str) -> list[str | Reasoning]:
+        return [text] if text else []
+
+    def _think(self, text: str) -> list[str | Reasoning]:
+        text = self._space + text
+        if not self._begun:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        self._begun = self._begun or bool(shown)
+        return [Reasoning(shown)] if shown else []
