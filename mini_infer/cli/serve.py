@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,19 +24,107 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
 
 
+class Size(click.ParamType[int]):
+    """Bytes, also as 16MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from mini_infer.runtime.resolve import parse_size
+
+        try:
+            return value if isinstance(value, int) else parse_size(value)
+        except (ValueError, OverflowError):
+            raise click.BadParameter(f"{value!r} is no size such as 16MiB", ctx, param) from None
+
+
+class Keys(click.ParamType[str]):
+    """A text; the environment variable holds several, with commas between them."""
+
+    name = "key"
+    envvar_list_splitter = ","
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value).strip()
+
+
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", default=8000, type=click.IntRange(0, 65535), show_default=True, help="Port."
 )
+@click.option(
+    "--api-key",
+    "api_keys",
+    type=Keys(),
+    multiple=True,
+    envvar="MINI_INFER_API_KEY",
+    help="Key that clients must send; repeatable. Other users of this machine can read it here, "
+    "so better put it into the environment: MINI_INFER_API_KEY=key[,key...]",
+)
+@click.option(
+    "--allowed-origin",
+    "allowed_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Web origin whose pages may use the API (CORS), such as https://example.com, or * for "
+    "all; repeatable.",
+)
+@click.option(
+    "--max-body-size",
+    type=Size(),
+    default="16MiB",
+    show_default=True,
+    help="Largest body of a request.",
+)
+@click.option(
+    "--max-num-queued",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Choices that may wait for their first step; more are answered with 503.",
+)
+@click.option(
+    "--request-timeout",
+    type=float,
+    metavar="SECONDS",
+    help="Longest time that a request may take; it is aborted then. [default: none]",
+)
+@click.option(
+    "--profile-folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for profiles; switches /start_profile and /stop_profile on.",
+)
+@click.option("--access-log", is_flag=True, help="Write a line to standard error per request.")
 @with_engine_options
-def serve(host: str, port: int, **options: Any) -> None:
+def serve(
+    host: str,
+    port: int,
+    api_keys: tuple[str, ...],
+    allowed_origins: tuple[str, ...],
+    max_body_size: int,
+    max_num_queued: int,
+    request_timeout: float | None,
+    profile_folder: Path | None,
+    access_log: bool,
+    **options: Any,
+) -> None:
     """Serve a model over HTTP: OpenAI's API under /v1, and a chat page at /."""
     with collector_paused():
         from mini_infer.runtime.engine import LLMEngine
+        from mini_infer.serving.options import ServerOptions
         from mini_infer.serving.server import bind, run_server
 
+        server_options = ServerOptions(
+            api_keys=api_keys,
+            allowed_origins=allowed_origins,
+            max_body_size=max_body_size,
+            max_num_queued=max_num_queued,
+            request_timeout=request_timeout,
+            profile_folder=profile_folder,
+            access_log=access_log,
+        )
         # Loading a model may take minutes; that the port is taken is known at once.
         bind(host, port).close()
         engine = LLMEngine.from_options(**given(options))
-    run_server(engine, host, port)
+    run_server(engine, host, port, server_options)

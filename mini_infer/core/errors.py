@@ -67,3 +67,17 @@ class EngineDeadError(MiniInferError):
     """The engine stopped after a fault; it serves no further request."""
 
     status = 503
+
+
+class UnavailableError(MiniInferError):
+    """The server takes no new request now: too many wait, or it is shutting down."""
+
+    status = 503
+    retry_after = 1
+    """Seconds after which it is worth another try."""
+
+
+class RequestTimeoutError(MiniInferError):
+    """A request took longer than the server allows, and was aborted."""
+
+    status = 504

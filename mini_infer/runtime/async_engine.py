@@ -18,12 +18,22 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from mini_infer.core.errors import EngineDeadError, InvalidRequestError, MiniInferError
+from mini_infer.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    MiniInferError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.delta_consumer import Consumer
+from mini_infer.runtime.engine_profiler import EngineProfiler
+from mini_infer.runtime.waiting_room import MAX_NUM_QUEUED, WaitingRoom
 
 if TYPE_CHECKING:
     from mini_infer.core.engine_config import EngineConfig
@@ -56,55 +66,31 @@ async def run_off_loop(
     return function(*args, **kwargs)
 
 
-class _Consumer:
-    """Where the deltas of one stream wait. Used by the event loop's thread only.
-
-    Unbounded, because the engine must not wait; but a request makes at most its ``max_tokens``
-    deltas per choice, so a consumer that stalls holds no more than its own answer.
-    """
-
-    def __init__(self, request_ids: Sequence[str]) -> None:
-        self.unfinished = dict.fromkeys(request_ids)
-        self.error: Exception | None = None
-        self._ready: list[RequestDelta] = []
-        self._wakeup = asyncio.Event()
-
-    def push(self, delta: RequestDelta) -> None:
-        self._ready.append(delta)
-        self._wakeup.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = self.error or error
-        self._wakeup.set()
-
-    async def take(self) -> list[RequestDelta]:
-        """All deltas that are there; waits for the first one. [] when all requests finished.
-
-        Raises:
-            Exception: what ``fail`` was given, after the deltas that came before it.
-        """
-        while not self._ready:
-            if self.error:
-                raise self.error
-            if not self.unfinished:
-                return []
-            self._wakeup.clear()
-            await self._wakeup.wait()
-        ready, self._ready = self._ready, []
-        return ready
-
-
 class AsyncEngine:
     """Serves many concurrent callers of one event loop from one ``LLMEngine``.
 
     The engine's thread starts with the first request, and belongs to the event loop that made it.
     """
 
-    def __init__(self, engine: "LLMEngine") -> None:
+    def __init__(
+        self,
+        engine: "LLMEngine",
+        *,
+        max_num_queued: int = MAX_NUM_QUEUED,
+        request_timeout: float | None = None,
+    ) -> None:
+        """``max_num_queued`` choices may wait for their first step, and a request may take
+        ``request_timeout`` seconds."""
         self._engine = engine
+        self._waiting_room = WaitingRoom(engine.events, max_num_queued)
+        self._request_timeout = request_timeout
+        self._profiler = EngineProfiler()
+        self._draining = False
+        self._calls: set[asyncio.Future[Any]] = set()
+        """Of ``_call_engine``, not yet answered."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """Calls for the engine's thread; None ends it."""
-        self._consumers: dict[str, _Consumer] = {}
+        self._consumers: dict[str, Consumer] = {}
         self._rejections: list[tuple[str, Exception]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -166,7 +152,15 @@ class AsyncEngine:
         A fast consumer gets one list per step, a slow one gets longer lists. If one prompt is
         refused then none is served. Without ``stream`` each choice has one delta, at its end, which
         spares the engine the making of the others.
+
+        Raises:
+            InvalidRequestError: a request can't be served as it stands.
+            UnavailableError: too many choices wait, or the server is shutting down.
+            RequestTimeoutError: it took longer than ``request_timeout``; the requests are aborted.
+            EngineDeadError: the engine failed, before or during the requests.
         """
+        loop = asyncio.get_running_loop()
+        start = loop.time()
         length = sum(len(prompt) for prompt in prompts.values())
         process = partial(
             self._engine.input_processor.process,
@@ -179,22 +173,70 @@ class AsyncEngine:
         def process_all() -> "list[ProcessedRequest]":
             return [process(request_id, prompt, params) for request_id, prompt in prompts.items()]
 
-        processed = await run_off_loop(length, process_all)
-        self._start()
-        consumer = _Consumer(list(prompts))
-        for request_id in prompts:
-            if request_id in self._consumers:
-                raise InvalidRequestError(f"request id {request_id!r} is in use", "request_id")
+        num_choices = len(prompts) * params.n
+        self.check_open()
+        self._waiting_room.enter(num_choices)
+        try:
+            processed = await run_off_loop(length, process_all)
+            self._start()
+            for request_id in prompts:
+                if request_id in self._consumers:
+                    raise InvalidRequestError(f"request id {request_id!r} is in use", "request_id")
+        except BaseException:
+            self._waiting_room.leave(num_choices)
+            raise
+        consumer = Consumer(list(prompts))
         for request_id, request in zip(prompts, processed, strict=True):
             self._consumers[request_id] = consumer
             self._inbox.put(partial(self._add, request_id, request))
+        timer = None
+        if self._request_timeout is not None:
+            timer = loop.call_at(start + self._request_timeout, self._expire, consumer)
         try:
             while deltas := await consumer.take():
                 yield deltas
         finally:
-            for request_id in consumer.unfinished:
-                del self._consumers[request_id]
-                self._inbox.put(partial(self._engine.abort, request_id, silently=True))
+            if timer:
+                timer.cancel()
+            self._abandon(consumer)
+
+    def check_open(self) -> None:
+        """Raises UnavailableError once ``drain`` was called, or while too many choices wait: what
+        is expensive to prepare asks first."""
+        if self._draining:
+            raise UnavailableError("the server is shutting down: send the request to another one")
+        self._waiting_room.check()
+
+    def drain(self) -> None:
+        """Takes no new requests from now on; those that run go on."""
+        self._draining = True
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, between two steps.
+
+        Raises:
+            EngineDeadError: the engine failed.
+        """
+        await self._call_engine(self._engine.reset_prefix_cache)
+
+    async def start_profile(self) -> None:
+        """Records the engine's thread, and the device, from the next step on.
+
+        Raises:
+            InvalidRequestError: it is being recorded, or there is no torch.
+            EngineDeadError: the engine failed.
+        """
+        await self._call_engine(self._profiler.start)
+
+    async def stop_profile(self, folder: Path) -> Path:
+        """Ends the recording and writes it into ``folder``; returns the file.
+
+        Raises:
+            InvalidRequestError: nothing is being recorded.
+            EngineDeadError: the engine failed.
+        """
+        save = await self._call_engine(self._profiler.stop)
+        return await asyncio.to_thread(save, folder)
 
     def shutdown(self) -> None:
         """Ends every request with ``EngineDeadError``, the thread and the engine. Idempotent."""
@@ -218,6 +260,18 @@ class AsyncEngine:
             self._thread.start()
         elif self._loop is not loop:
             raise RuntimeError("an AsyncEngine serves one event loop; build one per loop")
+
+    async def _call_engine(self, function: Callable[[], Result]) -> Result:
+        """Calls ``function`` on the engine's thread, between two steps."""
+        self._start()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Result] = loop.create_future()
+        self._calls.add(answer)
+        self._inbox.put(partial(self._answer, loop, answer, function))
+        try:
+            return await answer
+        finally:
+            self._calls.discard(answer)
 
     # --- engine's thread ---
 
@@ -253,10 +307,24 @@ class AsyncEngine:
             block = False
 
     def _add(self, request_id: str, request: "ProcessedRequest") -> None:
+        self._waiting_room.pass_on(len(request.requests))
         try:
             self._engine.add(request)
         except MiniInferError as error:
             self._rejections.append((request_id, error))
+
+    def _answer(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        answer: "asyncio.Future[Result]",
+        function: Callable[[], Result],
+    ) -> None:
+        try:
+            result = function()
+        except Exception as error:  # the caller's, not the engine's
+            _call(loop, _settle, answer, error=error)
+        else:
+            _call(loop, _settle, answer, result)
 
     # --- event loop ---
 
@@ -275,14 +343,43 @@ class AsyncEngine:
                 self._forget(request_id, consumer)
                 consumer.fail(error)
 
-    def _forget(self, request_id: str, consumer: _Consumer) -> None:
+    def _forget(self, request_id: str, consumer: Consumer) -> None:
         del self._consumers[request_id]
         del consumer.unfinished[request_id]
 
+    def _abandon(self, consumer: Consumer) -> None:
+        """Aborts what the consumer still waits for."""
+        for request_id in list(consumer.unfinished):
+            self._forget(request_id, consumer)
+            self._inbox.put(partial(self._engine.abort, request_id, silently=True))
+
+    def _expire(self, consumer: Consumer) -> None:
+        if consumer.unfinished:
+            self._abandon(consumer)
+            consumer.fail(
+                RequestTimeoutError(
+                    f"the request took longer than {self._request_timeout:g} seconds, which is "
+                    f"this server's limit: ask for fewer tokens"
+                )
+            )
+
     def _fail_all(self, death: str) -> None:
+        for answer in self._calls:
+            _settle(answer, error=EngineDeadError(death))
         for request_id, consumer in list(self._consumers.items()):
             self._forget(request_id, consumer)
             consumer.fail(EngineDeadError(death))
+
+
+def _settle(
+    answer: "asyncio.Future[Any]", result: object = None, *, error: Exception | None = None
+) -> None:
+    if answer.done():  # whoever asked is gone
+        return
+    if error:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)
 
 
 def _call(

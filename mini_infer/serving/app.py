@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints, health, metrics and the chat page."""
+"""The HTTP application: OpenAI's endpoints, the operator's, and the chat page."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -9,53 +9,41 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from mini_infer import __version__
-from mini_infer.core.errors import EngineDeadError, ModelNotFoundError
 from mini_infer.runtime.async_engine import AsyncEngine, Prompt, run_off_loop
 from mini_infer.serving.answer import DeltaStream, Envelope, collect, events_of
 from mini_infer.serving.chat import ChatChunks, chat_answer, chat_prompt, text_length
 from mini_infer.serving.completions import CompletionFormat
 from mini_infer.serving.errors import install_error_handlers
-from mini_infer.serving.metrics import CONTENT_TYPE, HEARD, EngineMetrics
+from mini_infer.serving.gate import CLIENT_CLOSED_REQUEST, gated
+from mini_infer.serving.metrics import HEARD, EngineMetrics
+from mini_infer.serving.operations import add_operations
+from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
+from mini_infer.serving.served_model import check_model, model_card
 from mini_infer.serving.sse import EventStreamResponse, end_with_done, until_disconnect
+from mini_infer.serving.tokenization import add_tokenization
 
-CLIENT_CLOSED_REQUEST = 499
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
-def create_app(engine: AsyncEngine) -> FastAPI:
+def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASGIApp:
     """The application that serves one engine. The caller shuts the engine down."""
+    options = options or ServerOptions()
     app = FastAPI(title="mini-infer", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     metrics = EngineMetrics(engine.config)
     engine.events.subscribe(metrics.observe, *HEARD)
     created = int(time.time())
 
-    def model_card() -> dict[str, Any]:
-        return {
-            "id": engine.config.served_model_name,
-            "object": "model",
-            "created": created,
-            "owned_by": "mini-infer",
-            "root": engine.config.model,
-            "parent": None,
-            "max_model_len": engine.config.max_model_len,
-        }
-
-    def check_model(name: str | None) -> None:
-        served = engine.config.served_model_name
-        if name is not None and name != served:
-            raise ModelNotFoundError(
-                f"the model {name!r} does not exist; this server has {served!r}"
-            )
-
     def admit(body: RequestBody) -> None:
-        check_model(body.model)
+        engine.check_open()
+        check_model(engine.config, body.model)
         body.check()
 
     def open_stream(prompts: dict[str, Prompt], body: Any, **options: Any) -> DeltaStream:
@@ -101,26 +89,15 @@ def create_app(engine: AsyncEngine) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_card()]}
+        return {"object": "list", "data": [model_card(engine.config, created)]}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        check_model(model)
-        return model_card()
+        check_model(engine.config, model)
+        return model_card(engine.config, created)
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        if not engine.healthy:
-            raise EngineDeadError("the engine is not running; restart the server")
-        return {"status": "ok"}
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+    add_tokenization(app, engine)
+    add_operations(app, engine, metrics, options.profile_folder)
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
@@ -130,7 +107,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    return app
+    return gated(app, options)
 
 
 async def stream_response(request: Request, events: AsyncGenerator[str, None]) -> Response:

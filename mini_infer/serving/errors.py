@@ -13,7 +13,9 @@ from mini_infer.core.errors import (
     InvalidRequestError,
     MiniInferError,
     ModelNotFoundError,
+    RequestTimeoutError,
     StepError,
+    UnavailableError,
 )
 from mini_infer.core.outputs import RequestDelta
 
@@ -22,6 +24,30 @@ TYPES = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
 }
+
+CODES: dict[type[MiniInferError], str] = {
+    ModelNotFoundError: "model_not_found",
+    RequestTimeoutError: "request_timeout",
+    UnavailableError: "server_unavailable",
+}
+NEEDS_ANOTHER_MODEL = {
+    "audio": "a speech model",
+    "classify": "a classifier",
+    "embeddings": "an embedding model",
+    "images": "an image model",
+    "moderations": "a moderation model",
+    "pooling": "an embedding model",
+    "realtime": "a speech model",
+    "rerank": "a reranker",
+    "score": "a reranker",
+    "videos": "a video model",
+}
+"""Endpoints that clients know, by what follows ``/v1/``, and what they would take."""
+NOT_OFFERED = {
+    *("assistants", "batches", "containers", "conversations", "evals", "files", "fine_tuning"),
+    *("responses", "threads", "uploads", "vector_stores"),
+}
+"""Others that a text model could be behind."""
 
 
 def raise_for_failure(delta: RequestDelta) -> None:
@@ -53,10 +79,10 @@ def error_object(
 
 def to_error_object(error: MiniInferError) -> dict[str, Any]:
     """The error object of a typed error."""
-    if isinstance(error, ModelNotFoundError):
-        return error_object(str(error), error.status, "model", "model_not_found")
-    param = error.param if isinstance(error, InvalidRequestError) else None
-    return error_object(str(error), error.status, param)
+    param = "model" if isinstance(error, ModelNotFoundError) else None
+    if isinstance(error, InvalidRequestError):
+        param = error.param
+    return error_object(str(error), error.status, param, CODES.get(type(error)))
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -64,10 +90,16 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(MiniInferError)
     async def on_typed_error(request: Request, error: MiniInferError) -> JSONResponse:
-        return JSONResponse(to_error_object(error), error.status)
+        headers = {}
+        if isinstance(error, UnavailableError):
+            headers["retry-after"] = str(error.retry_after)
+        return JSONResponse(to_error_object(error), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        if error.body and not _is_json(request.headers.get("content-type", "")):
+            message = "send a JSON object, with the header Content-Type: application/json"
+            return JSONResponse(error_object(message, 415), 415)
         message, param = _explain(error.errors())
         return JSONResponse(error_object(message, HTTPStatus.BAD_REQUEST, param), 400)
 
@@ -75,7 +107,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
-            message = f"{message}: {request.method} {request.url.path}"
+            # FastAPI's own message is the status in words.
+            reason = _why_missing(request.url.path) or message
+            message = f"{request.method} {request.url.path}: {reason}"
         body = error_object(message, error.status_code)
         return JSONResponse(body, error.status_code, headers=error.headers)
 
@@ -83,6 +117,26 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
         # The server's log has the traceback.
         return JSONResponse(error_object("internal error; see the server's log", 500), 500)
+
+
+def _is_json(media_type: str) -> bool:
+    kind = media_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+def _why_missing(path: str) -> str | None:
+    """What to say of a path without a route that a client of OpenAI's API may well ask for."""
+    name = path.removeprefix("/v1").strip("/").partition("/")[0]
+    if name in NEEDS_ANOTHER_MODEL:
+        return (
+            f"this needs {NEEDS_ANOTHER_MODEL[name]}, and the model of this server generates text: "
+            f"use /v1/chat/completions or /v1/completions"
+        )
+    if name in NOT_OFFERED:
+        return "this server does not offer it: use /v1/chat/completions or /v1/completions"
+    return None
 
 
 def _explain(errors: Sequence[Any]) -> tuple[str, str | None]:

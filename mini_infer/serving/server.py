@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -13,12 +14,14 @@ try:
     import uvicorn
 
     from mini_infer.serving.app import create_app
+    from mini_infer.serving.gate import access_logger
 except ImportError as error:
     raise InvalidConfigError(
         f"the server needs the package {error.name}: pip install 'mini-infer[serve]'"
     ) from None
 
 from mini_infer.runtime.async_engine import AsyncEngine
+from mini_infer.serving.options import ServerOptions
 
 if TYPE_CHECKING:
     from mini_infer.runtime.engine import LLMEngine
@@ -30,7 +33,9 @@ LAST_WORDS_GRACE = 1
 """Seconds that clients then have to read how their requests ended."""
 
 
-def run_server(engine: "LLMEngine", host: str, port: int) -> None:
+def run_server(
+    engine: "LLMEngine", host: str, port: int, options: ServerOptions | None = None
+) -> None:
     """Serves ``engine`` on ``host:port`` until SIGINT or SIGTERM, then shuts it down.
 
     Port 0 takes a free one. Prints the URL as the end of a line, when requests can be sent.
@@ -38,11 +43,18 @@ def run_server(engine: "LLMEngine", host: str, port: int) -> None:
     Raises:
         InvalidConfigError: the address can't be listened on.
     """
-    async_engine = AsyncEngine(engine)
+    options = options or ServerOptions()
+    if options.access_log:
+        _open_access_log()
+    async_engine = AsyncEngine(
+        engine,
+        max_num_queued=options.max_num_queued,
+        request_timeout=options.request_timeout,
+    )
     try:
         with bind(host, port) as listener:
             config = uvicorn.Config(
-                create_app(async_engine),
+                create_app(async_engine, options),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -56,6 +68,15 @@ def run_server(engine: "LLMEngine", host: str, port: int) -> None:
             _Server(config, async_engine, announcement).run([listener])
     finally:
         async_engine.shutdown()
+
+
+def _open_access_log() -> None:
+    """Access lines go to standard error; the announcement has standard output for itself."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access_logger.addHandler(handler)
+    access_logger.setLevel(logging.INFO)
+    access_logger.propagate = False
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -96,9 +117,9 @@ def _url(host: str, port: int) -> str:
 class _Server(uvicorn.Server):
     """Says when it is ready, and returns after a signal instead of raising it again.
 
-    The first signal lets running requests finish for a while, a second one does not; what then
-    still runs ends with an error object. Only the connection of a client that does not read it, or
-    that never sent the rest of its request, is cut.
+    The first signal lets running requests finish for a while and has new ones refused, a second
+    one ends that while. What then still runs ends with an error object. Only the connection of a
+    client that does not read it, or that never sent the rest of its request, is cut.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, announcement: str) -> None:
@@ -114,6 +135,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self._hurry.set()
+        self._engine.drain()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

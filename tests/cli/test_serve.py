@@ -17,6 +17,7 @@ import pytest
 from mini_infer.cli.main import main
 from mini_infer.cli.serve import collector_paused
 from mini_infer.core.errors import InvalidConfigError
+from mini_infer.serving.options import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 # Prints the heavy modules that were imported when the server ends.
@@ -76,6 +77,97 @@ def test_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_the_engine_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "0", *arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
+    """What the server would have been started with."""
+    given: list[ServerOptions] = []
+    monkeypatch.setattr(
+        "mini_infer.serving.server.run_server",
+        lambda engine, host, port, options: given.append(options),
+    )
+    return given
+
+
+def test_the_servers_options_have_the_same_defaults_everywhere(
+    started: list[ServerOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MINI_INFER_API_KEY", raising=False)
+    assert main(["serve", "--dry-run", "--port", "0"]) == 0
+    gc.unfreeze()
+    assert started == [ServerOptions()]
+
+
+def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    options = (
+        "--api-key a --api-key b --allowed-origin https://x.example --allowed-origin * "
+        f"--max-body-size 2MiB --max-num-queued 7 --request-timeout 1.5 --access-log "
+        f"--profile-folder {folder}"
+    )
+    assert main(["serve", "--dry-run", "--port", "0", *options.split()]) == 0
+    gc.unfreeze()
+    assert started == [
+        ServerOptions(
+            api_keys=("a", "b"),
+            allowed_origins=("https://x.example", "*"),
+            max_body_size=2 * 2**20,
+            max_num_queued=7,
+            request_timeout=1.5,
+            profile_folder=folder,
+            access_log=True,
+        )
+    ]
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize(("arguments", "keys"), [([], ("a", "d")), (["--api-key", "x"], ("x",))])
+def test_keys_from_the_environment(
+    started: list[ServerOptions],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    keys: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("MINI_INFER_API_KEY", "a, d")
+    assert main(["serve", "--dry-run", "--port", "0", *arguments]) == 0
+    gc.unfreeze()
+    assert started[0].api_keys == keys
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--max-body-size much",
+        "--max-body-size 0",
+        f"--max-body-size {'9' * 400}e",
+        "--max-num-queued 0",
+        "--max-num-queued many",
+        "--request-timeout 0",
+        "--request-timeout -1",
+        "--request-timeout nan",
+        "--request-timeout soon",
+        "--allowed-origin example.com",
+        "--api-key=",
+        "--profile-folder /proc/no/such",
+        "--profile-folder /dev/null",
+    ],
+)
+def test_options_of_the_server_that_cant_work(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--dry-run", "--port", "0", *option.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert option.split("=")[0].split()[0] in error
+
+
+def test_an_empty_key_in_the_environment_is_no_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MINI_INFER_API_KEY", "a,,b")
+    assert main(["serve", "--dry-run", "--port", "0"]) == 2
+    assert "--api-key" in capsys.readouterr().err
 
 
 def test_collector_is_paused_while_starting_and_not_after() -> None:

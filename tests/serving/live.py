@@ -14,6 +14,7 @@ import uvicorn
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.app import create_app
+from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.server import bind
 
 MODEL = "dry-model"
@@ -57,12 +58,20 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def live_server(**options: Any) -> Iterator[LiveServer]:
+def live_server(
+    server_options: ServerOptions | None = None, **options: Any
+) -> Iterator[LiveServer]:
+    server_options = server_options or ServerOptions()
     engine = LLMEngine.from_options(dry_run=True, served_model_name=MODEL, **options)
-    async_engine = AsyncEngine(engine)
+    async_engine = AsyncEngine(
+        engine,
+        max_num_queued=server_options.max_num_queued,
+        request_timeout=server_options.request_timeout,
+    )
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(create_app(async_engine), log_level="critical", lifespan="off")
+    app = create_app(async_engine, server_options)
+    config = uvicorn.Config(app, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -1,5 +1,6 @@
 """The other endpoints, the socket, signals, and what the dry run may import."""
 
+import json
 import re
 import signal
 import socket
@@ -152,6 +153,50 @@ LLMEngine.step = lambda self: (time.sleep(0.01), step(self))[1]
             *_, error, done = lines
         stderr = process.communicate(timeout=10)[1]
     assert "the engine was shut down" in error
+    assert done == "data: [DONE]"
+    assert (process.returncode, stderr) == (0, "")
+
+
+def test_the_first_signal_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    slow = """
+import time
+step = LLMEngine.step
+LLMEngine.step = lambda self: (time.sleep(0.01), step(self))[1]
+"""
+    program = PROGRAM.replace("run_server(", f"{slow}run_server(", 1)
+    message = {"messages": [{"role": "user", "content": "hi"}]}
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        content = json.dumps(message).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        body = message | {"ignore_eos": True, "max_tokens": 60, "stream": True}
+        with (
+            socket.create_connection(address) as late,
+            httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=10) as response,
+        ):
+            late.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode())
+            lines = (line for line in response.iter_lines() if line)
+            assert "assistant" in next(lines)
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: refuses_connections(url))
+            late.sendall(content)
+            answer = b""
+            while piece := late.recv(4096):
+                answer += piece
+            *_, finish, done = lines
+        stderr = process.communicate(timeout=10)[1]
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in answer
+    assert b"shutting down" in answer
+    assert '"finish_reason":"length"' in finish
     assert done == "data: [DONE]"
     assert (process.returncode, stderr) == (0, "")
 

@@ -1,0 +1,59 @@
+"""Endpoints for whoever runs the server: probes, metrics, the prefix cache, profiles."""
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import Response
+
+from mini_infer import __version__
+from mini_infer.core.errors import EngineDeadError
+from mini_infer.runtime.async_engine import AsyncEngine
+from mini_infer.serving.metrics import CONTENT_TYPE, EngineMetrics
+
+
+def add_operations(
+    app: FastAPI, engine: AsyncEngine, metrics: EngineMetrics, profile_folder: Path | None
+) -> None:
+    """Adds the routes; without a ``profile_folder`` those of profiles answer 404."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        if not engine.healthy:
+            raise EngineDeadError("the engine is not running; restart the server")
+        return {"status": "ok"}
+
+    # What Amazon SageMaker asks, by either method.
+    app.get("/ping")(health)
+    app.post("/ping")(health)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, Any]:
+        await engine.reset_prefix_cache()
+        return {"status": "ok"}
+
+    def enabled_folder() -> Path:
+        if profile_folder is None:
+            raise HTTPException(
+                404, "profiling is off; start the server with --profile-folder to switch it on"
+            )
+        return profile_folder
+
+    @app.post("/start_profile")
+    async def start_profile() -> dict[str, Any]:
+        enabled_folder()
+        await engine.start_profile()
+        return {"status": "recording"}
+
+    @app.post("/stop_profile")
+    async def stop_profile() -> dict[str, Any]:
+        path = await engine.stop_profile(enabled_folder())
+        return {"status": "ok", "file": path.name}

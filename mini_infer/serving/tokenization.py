@@ -1,0 +1,92 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mini_infer.core.errors import InvalidRequestError
+from mini_infer.runtime.async_engine import AsyncEngine, run_off_loop
+from mini_infer.serving.chat import chat_prompt, text_length
+from mini_infer.serving.schema import ChatCompletionRequest
+from mini_infer.serving.served_model import check_model
+
+if TYPE_CHECKING:
+    from mini_infer.runtime.tokenizer import Tokenizer
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or messages with the other fields of a chat request that shape its prompt."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """By default True for a prompt; a chat template writes its own."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def add_tokenization(app: FastAPI, engine: AsyncEngine) -> None:
+    """Adds both routes."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        check_model(engine.config, body.model)
+        length = text_length([body.prompt, body.messages])
+        token_ids = await run_off_loop(length, _encode, engine.tokenizer, body)
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": engine.config.max_model_len,
+            "tokens": token_ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            spell = engine.tokenizer.token_bytes
+            answer["token_strs"] = [spell(item).decode(errors="replace") for item in token_ids]
+        return answer
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        check_model(engine.config, body.model)
+        vocab_size = engine.config.model_config.vocab_size
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
+            raise InvalidRequestError(
+                f"tokens: ids of this model's vocabulary go from 0 to {vocab_size - 1}", "tokens"
+            )
+        decode = engine.tokenizer.decode
+        text = await run_off_loop(len(body.tokens), decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": text}
+
+
+def _encode(tokenizer: "Tokenizer", body: TokenizeRequest) -> list[int]:
+    special = body.add_special_tokens
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        return tokenizer.encode(body.prompt, special is not False)
+    return tokenizer.encode(chat_prompt(tokenizer, _as_chat(body)), special is True)
+
+
+def _as_chat(body: TokenizeRequest) -> ChatCompletionRequest:
+    try:
+        chat = ChatCompletionRequest.model_validate(
+            {"messages": body.messages, **(body.model_extra or {})}
+        )
+    except ValidationError as error:
+        raise RequestValidationError(
+            [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        ) from None
+    chat.check()
+    return chat
