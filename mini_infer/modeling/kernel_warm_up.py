@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 SHORT_ROWS = (20, 3, 1)
 """Tokens of the rows of a mixed step: one that is tiled, and two that are cut into pieces."""
+MIDDLE_PROMPTS = (256, 1024)
+"""Tokens of prompts too short for attention to give each processor two programs: the shorter one is
+split. The largest step is neither."""
 
 
 def compile_kernels(runner: ModelRunner) -> None:
@@ -37,7 +40,14 @@ def rehearse(runner: ModelRunner) -> None:
     if runner.has_graphs:
         for graphs in runner.new_graphs():
             graphs.rehearse()
-    for batch in (largest_step(config), small_step(config, 1), small_step(config, 3)):
+    longest = min(config.max_step_tokens, config.max_model_len - 1)
+    middle = sorted({min(length, longest) for length in MIDDLE_PROMPTS})
+    for batch in (
+        largest_step(config),
+        *(step_of_prompts(config, [length], SamplingParams()) for length in middle),
+        small_step(config, 1),
+        small_step(config, 3),
+    ):
         runner.execute(batch).result()
     runner.caches = []
 

@@ -19,6 +19,8 @@ STEPS = {
     "decodes": ([1] * 5, [3, 700, 64, 65, 5000]),
     "drafts": ([5, 3, 8], [1000, 2000, 8]),
     "chunks beside decodes": ([300, 1, 4, 77], [300, 9000, 129, 777]),
+    "the rest of a cached prompt": ([64], [2112]),
+    "such rests beside decodes": ([64, 1, 20, 9, 1], [2112, 700, 5000, 2057, 64]),
 }
 
 
@@ -103,3 +105,59 @@ def test_a_graph_of_the_longest_context_serves_shorter_ones() -> None:
         graph.replay()
         expected = exact(q, pair, step, None)
         assert (out.double() - expected).norm() / expected.norm() < TOLERANCE[q.dtype]
+
+
+@pytest.mark.parametrize("heads", [(28, 4, 128), (16, 8, 128)], ids=str)
+@pytest.mark.parametrize("window", [None, 1000])
+def test_a_graph_of_chunks_serves_other_lengths(
+    heads: tuple[int, int, int], window: int | None
+) -> None:
+    """Captured as ``ChunkGraphs`` does, for one chunk of the longest context; replayed with rows of
+    other numbers of queries, and of none, behind other contexts."""
+    num_heads, num_kv_heads, head_dim = heads
+    num_rows, num_tokens, longest = 8, 64, 8192
+    nominal = (1,) * (num_rows - 1) + (num_tokens,)
+    captured = AttentionMetadata(
+        cu_seqlens_q=torch.zeros(num_rows + 1, dtype=torch.int64, device=DEVICE),
+        seqlens_k=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
+        block_table=torch.zeros(num_rows, longest // BLOCK, dtype=torch.int32, device=DEVICE),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE),
+        max_query_len=num_tokens,
+        max_seqlen_k=longest,
+        query_lens=nominal,
+        context_lens=(longest,) * num_rows,
+    )
+    shape = (1024, BLOCK, 2 * num_kv_heads, head_dim)
+    pair = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    q = torch.randn(num_tokens, num_heads, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    caches = pair[:, :, :num_kv_heads], pair[:, :, num_kv_heads:]
+    arguments = (q, *caches, captured, head_dim**-0.5, window)
+    attention.paged_attention(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.paged_attention(*arguments)
+        after = out * 2.0  # what comes next finds the joined results
+    generator = torch.Generator()
+    generator.seed()
+    for query_lens, contexts in (
+        ([64], [2112]),
+        ([64], [64]),
+        ([1, 40, 2, 1, 20], [3000, 2088, 700, 1, 5000]),
+        ([13, 13, 13, 13, 12], [130, 1037, 525, 2061, 12]),
+        ([1] * 7 + [57], [900] * 7 + [8192]),
+    ):
+        step = on_gpu(metadata(query_lens, contexts, BLOCK, generator))
+        rows = len(query_lens)
+        captured.cu_seqlens_q.fill_(num_tokens)  # the rows left over have no queries
+        captured.cu_seqlens_q[: rows + 1] = step.cu_seqlens_q
+        captured.seqlens_k.zero_()
+        captured.seqlens_k[:rows] = step.seqlens_k
+        captured.block_table.zero_()
+        captured.block_table[:rows, : step.block_table.shape[1]] = step.block_table
+        q.normal_()
+        out.fill_(math.nan)
+        graph.replay()
+        expected = exact(q, pair, step, window)
+        error = (out.double() - expected).norm() / expected.norm()
+        assert error < TOLERANCE[q.dtype], f"{query_lens} {contexts}: {error}"
+        assert torch.equal(after, out * 2.0)

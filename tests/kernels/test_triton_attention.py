@@ -1,9 +1,12 @@
 """Paged attention in Triton against float64: every branch at sizes that the interpreter can do."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mini_infer.kernels import reference
 from tests.kernels.paged_batches import POISON, PagedBatch, Shape, paged_batch
@@ -11,6 +14,7 @@ from tests.kernels.triton_device import DEVICE
 
 triton_attention = pytest.importorskip("mini_infer.kernels.triton.attention")
 split = pytest.importorskip("mini_infer.kernels.triton.split_attention")
+splits = pytest.importorskip("mini_infer.kernels.triton.tile_splits")
 tiled = pytest.importorskip("mini_infer.kernels.triton.tiled_attention")
 
 STEPS = {
@@ -117,7 +121,9 @@ def test_launches_are_sized_from_counts_and_the_longest_context(
 def test_tiles_fit_the_memory_of_smaller_cards(head_bytes: int, kib: int) -> None:
     """Of heads of a kibibyte (float32, 256 dimensions) the smallest tiles are all that is tried."""
     plan = split.plan_splits(4, 2, 8, 4096, head_bytes, 132, kib * 1024)
-    for tiles in (plan.tiles, tiled.long_tiles(head_bytes, 8, kib * 1024)):
+    heads = {"num_kv_heads": 2, "group": 8, "head_dim": head_bytes // 2}
+    long_tiles = [plan_tiles((length,), heads, 4096, kib * 1024)[0] for length in (9, 64, 8192)]
+    for tiles in (plan.tiles, *long_tiles):
         padded = 1 << (head_bytes - 1).bit_length()
         used = (tiles.rows + 2 * tiles.keys * tiles.num_stages) * padded
         assert used <= kib * 1024 or (tiles.keys, tiles.num_stages) == (16, 2)
@@ -174,3 +180,132 @@ def test_queries_may_be_a_slice_of_the_packed_projection() -> None:
     arguments = (batch.k_cache, batch.v_cache, batch.meta, batch.scale)
     out = triton_attention.paged_attention(packed[:, 2:6], *arguments)
     assert torch.equal(out, triton_attention.paged_attention(batch.q, *arguments))
+
+
+SPLIT_STEPS = {
+    "a chunk behind a cached prompt": ([20], [400]),
+    "decodes and drafts beside chunks": ([1, 20, 3, 1, 12], [33, 400, 66, 29, 300]),
+    "contexts that are worth no split, or few": ([9, 9, 9], [9, 130, 450]),
+}
+SPLIT_SHAPE = Shape(num_heads=2, num_kv_heads=1, head_dim=16, block_size=16)
+TILED_SHAPES = [
+    Shape(num_heads=7, num_kv_heads=1, head_dim=128, block_size=16),
+    Shape(num_heads=2, num_kv_heads=2, head_dim=80, block_size=16),
+    Shape(num_heads=6, num_kv_heads=2, head_dim=64, block_size=5),
+]
+
+
+@pytest.fixture
+def many_processors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As many processors as make splits worthwhile, and poison in memory that is handed out.
+
+    Gives the number of splits of each launch.
+    """
+    launched: list[int] = []
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        memory = empty(*args, **options)
+        return memory.fill_(math.nan) if memory.is_floating_point() else memory
+
+    def plan(*args: Any) -> Any:
+        tiles, num_splits = splits.plan_tiles(*args)
+        launched.append(num_splits)
+        return tiles, num_splits
+
+    monkeypatch.setattr(tiled, "num_sms", lambda device: 64)
+    monkeypatch.setattr(tiled, "plan_tiles", plan)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    return launched
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("lengths", SPLIT_STEPS.values(), ids=SPLIT_STEPS)
+def test_keys_of_a_tile_are_split(
+    lengths: tuple[list[int], list[int]], window: int | None, many_processors: list[int]
+) -> None:
+    check(paged_batch(*lengths, SPLIT_SHAPE), window)
+    assert (many_processors[0] > 1) == (window != 40)
+
+
+@pytest.mark.parametrize("shape", TILED_SHAPES, ids=lambda s: f"{s.num_heads} of {s.head_dim}")
+def test_splits_of_any_heads(shape: Shape, many_processors: list[int]) -> None:
+    check(paged_batch([1, 10], [30, 300], shape))
+    assert many_processors[0] > 1
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_splits_of_which_some_queries_see_nothing(
+    window: int | None, monkeypatch: pytest.MonkeyPatch, many_processors: list[int]
+) -> None:
+    """The last ones are newer than a tile's first queries, the first ones of a window too old for
+    the last. Joined one by one: there may be no highest sum yet."""
+    monkeypatch.setattr(splits, "JOINED_SPLITS", 1)
+    check(paged_batch([66], [230], Shape(num_heads=1, num_kv_heads=1, head_dim=80)), window)
+    assert many_processors[0] > 2
+
+
+def test_a_graph_of_split_tiles_serves_other_lengths(many_processors: list[int]) -> None:
+    """Captured for a chunk of the longest context. Replayed are a token that is a decode's, rows
+    without queries first, between and last, and chunks with several splits, and with one."""
+    query_lens, context_lens = [0, 1, 25, 0, 9, 0], [0, 30, 500, 0, 40, 0]
+    batch = on_device(paged_batch([1, 25, 9], [30, 500, 40], SPLIT_SHAPE))
+    rows = torch.tensor([0, 0, 1, 1, 2, 2], device=DEVICE)
+    meta = replace(
+        batch.meta,
+        cu_seqlens_q=torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
+        seqlens_k=torch.tensor(context_lens, device=DEVICE).int(),
+        block_table=batch.meta.block_table[rows],
+        query_lens=(1,) * 5 + (35,),
+        context_lens=(4096,) * 6,
+        max_query_len=35,
+        max_seqlen_k=4096,
+    )
+    arguments = (batch.q, batch.k_cache, batch.v_cache)
+    out = triton_attention.paged_attention(*arguments, meta, batch.scale)
+    expected = reference.paged_attention(*arguments, batch.meta, batch.scale)
+    assert many_processors[0] > 4
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+
+
+QWEN_7B = {"num_kv_heads": 4, "group": 7, "head_dim": 128}
+QWEN_06B = {"num_kv_heads": 8, "group": 2, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "heads", "max_keys", "num_splits"),
+    [
+        pytest.param((1,) * 7 + (64,), QWEN_7B, 32768, 8, id="a program a processor"),
+        pytest.param((64,), QWEN_7B, 300, 2, id="as many as there are keys for"),
+        pytest.param((64,), QWEN_7B, 64, 1, id="a short context is whole"),
+        pytest.param((2048,), QWEN_7B, 32768, 1, id="enough tiles"),
+        pytest.param((1,) * 300 + (64,), QWEN_7B, 32768, 1, id="many rows: many empty tiles"),
+    ],
+)
+def test_tiles_are_split_where_processors_would_idle(
+    query_lens: tuple[int, ...], heads: dict[str, int], max_keys: int, num_splits: int
+) -> None:
+    assert plan_tiles(query_lens, heads, max_keys)[1] == num_splits
+
+
+def test_programs_share_a_processor_where_there_are_enough() -> None:
+    few, many = plan_tiles((2048,), QWEN_06B, 2048)[0], plan_tiles((2048,), QWEN_7B, 2048)[0]
+    assert (few.rows, few.num_stages, few.max_registers) == (128, 3, None)
+    assert (many.rows, many.num_stages, many.max_registers) == (128, 2, 128)
+    assert plan_tiles((16,), QWEN_06B, 2048)[0].rows == 64
+
+
+def plan_tiles(
+    query_lens: tuple[int, ...], heads: dict[str, int], max_keys: int, memory: int = 227 * 1024
+) -> Any:
+    return splits.plan_tiles(
+        query_lens,
+        query_limit=1,
+        num_tokens=sum(query_lens),
+        **heads,
+        itemsize=2,
+        max_keys=max_keys,
+        window=0,
+        sms=132,
+        memory=memory,
+    )
