@@ -24,6 +24,7 @@ BROUGHT_ALONG = {
     "pydantic": "fastapi",
     "anyio": "fastapi",
     "triton": "torch",
+    "opentelemetry": "opentelemetry-sdk",
 }
 """Packages that are part of how another one is used, by their name in an import."""
 
@@ -42,7 +43,7 @@ def test_every_requirement_has_a_tested_version_that_it_allows(text: str) -> Non
 
 def test_what_is_imported_is_required() -> None:
     """The package imports what it or an extra for users requires; tests may use ``dev`` as well."""
-    for_users = [*PROJECT["dependencies"], *EXTRAS["serve"]]
+    for_users = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["otel"]]
     ours = {"mini_infer", "tests", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))}
     for folder, requirements in (
         ("mini_infer", for_users),

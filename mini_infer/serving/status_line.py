@@ -1,0 +1,74 @@
+"""The log line of a server that works: load, throughput and caches, every few seconds.
+
+It counts nothing: a thread that sleeps reads the totals that ``EngineMetrics`` heard from the event
+stream, and logs what they gained since it last looked. The engine's thread does nothing for it.
+"""
+
+import logging
+import math
+import threading
+import time
+
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.serving.metrics import EngineMetrics
+
+logger = logging.getLogger("mini_infer.status")
+
+DEFAULT_INTERVAL = 5.0
+
+
+class StatusLine:
+    """Logs a line every ``interval`` seconds while there is work; never where that is 0.
+
+    Raises:
+        InvalidConfigError: an interval below 0, or none.
+    """
+
+    def __init__(self, metrics: EngineMetrics, interval: float = DEFAULT_INTERVAL) -> None:
+        if not (interval >= 0 and math.isfinite(interval)):
+            raise InvalidConfigError(
+                f"--log-interval must be 0 seconds (no log line) or more, got {interval}"
+            )
+        self._metrics = metrics
+        self._interval = interval
+        self._last = metrics.totals()
+        self._last_time = time.monotonic()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Starts the thread, which does not keep the process alive."""
+        self._last_time = time.monotonic()
+        if self._interval:
+            threading.Thread(target=self._run, name="mini-infer-status", daemon=True).start()
+
+    def stop(self) -> None:
+        """No line comes after the one that is being written; harmless when called twice."""
+        self._stopped.set()
+
+    def line(self, now: float) -> str | None:
+        """What happened between the last call and ``now``, in seconds of ``time.monotonic``.
+
+        Prompts count when they are admitted, with what the prefix cache spares them. None where
+        nothing runs, waits, or did since.
+        """
+        last, totals = self._last, self._metrics.totals()
+        seconds, self._last, self._last_time = now - self._last_time, totals, now
+        num_prompt_tokens = totals.prompt_tokens - last.prompt_tokens
+        num_generated = totals.generation_tokens - last.generation_tokens
+        if not (totals.num_running or totals.num_waiting or num_prompt_tokens or num_generated):
+            return None
+        queries = totals.prefix_cache_queries - last.prefix_cache_queries
+        hits = totals.prefix_cache_hits - last.prefix_cache_hits
+        hit_rate = f"{hits / queries:.1%}" if queries else "none looked up"
+        return (
+            f"requests: {totals.num_running} running, {totals.num_waiting} waiting; "
+            f"tokens/s: {num_prompt_tokens / seconds:.1f} prompt, "
+            f"{num_generated / seconds:.1f} generation; "
+            f"KV cache: {totals.kv_usage:.1%} in use; prefix hits: {hit_rate}"
+        )
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            line = self.line(time.monotonic())
+            if line is not None:
+                logger.info("%s", line)

@@ -1,0 +1,111 @@
+"""The log line: what the totals gained between two looks, and when it says nothing."""
+
+import logging
+import threading
+
+import pytest
+
+from mini_infer import SamplingParams
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.events import Admitted, Event, Finished, Queued, StepCompleted, TokensEmitted
+from mini_infer.runtime.engine import LLMEngine
+from mini_infer.serving.metrics import HEARD, EngineMetrics
+from mini_infer.serving.status_line import StatusLine
+
+
+@pytest.fixture
+def metrics() -> EngineMetrics:
+    return EngineMetrics(LLMEngine.from_options(dry_run=True).config)
+
+
+def tell(metrics: EngineMetrics, *events: Event) -> None:
+    for event in events:
+        metrics.observe(event)
+
+
+def started(metrics: EngineMetrics) -> StatusLine:
+    status = StatusLine(metrics)
+    assert status.line(10.0) is None
+    return status
+
+
+def test_a_line_has_rates_of_its_interval_and_the_state_now(metrics: EngineMetrics) -> None:
+    status = started(metrics)
+    tell(
+        metrics,
+        Queued(10.0, "a", 100),
+        Queued(10.0, "b", 100),
+        Admitted(10.0, "a", 100, 25, 100),
+        StepCompleted(11.0, 0, 75, 1, 1, 0, 5, 20),
+        TokensEmitted(11.0, "a", (5,), 1),
+        TokensEmitted(12.0, "a", (5,), 2),
+    )
+    assert status.line(14.0) == (
+        "requests: 1 running, 1 waiting; tokens/s: 25.0 prompt, 0.5 generation; "
+        "KV cache: 25.0% in use; prefix hits: 25.0%"
+    )
+    tell(metrics, *(TokensEmitted(15.0, "a", (5,), 3) for _ in range(8)))
+    assert status.line(18.0) == (
+        "requests: 1 running, 1 waiting; tokens/s: 0.0 prompt, 2.0 generation; "
+        "KV cache: 25.0% in use; prefix hits: none looked up"
+    )
+
+
+def test_nothing_is_said_without_work(metrics: EngineMetrics) -> None:
+    status = started(metrics)
+    assert status.line(15.0) is None
+    tell(metrics, Queued(16.0, "a", 100))
+    assert "0 running, 1 waiting" in (status.line(20.0) or "")
+    tell(metrics, Admitted(21.0, "a", 100, 0, 100), Finished(22.0, "a", "stop", 100, 1))
+    # All of it began and ended since the last line.
+    assert "20.0 prompt" in (status.line(25.0) or "")
+    assert status.line(30.0) is None
+
+
+def test_the_thread_logs_until_it_is_stopped(
+    metrics: EngineMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell(metrics, Queued(1.0, "a", 100))
+    logged = threading.Event()
+
+    class Waker(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.set()
+
+    waker, status = Waker(), StatusLine(metrics, 0.001)
+    logger = logging.getLogger("mini_infer.status")
+    logger.addHandler(waker)
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            status.start()
+            assert logged.wait(5)
+            status.stop()
+            status.stop()
+    finally:
+        logger.removeHandler(waker)
+    assert "0 running, 1 waiting" in caplog.text
+
+
+def test_off_starts_no_thread(metrics: EngineMetrics) -> None:
+    before = threading.active_count()
+    StatusLine(metrics, 0).start()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("interval", [-1.0, float("nan"), float("inf")])
+def test_an_interval_that_never_ends_is_refused(metrics: EngineMetrics, interval: float) -> None:
+    with pytest.raises(InvalidConfigError, match="--log-interval"):
+        StatusLine(metrics, interval)
+
+
+def test_it_needs_no_event_beyond_those_of_the_metrics() -> None:
+    """Reading totals keeps the cost of a step what it is."""
+    engine = LLMEngine.from_options(dry_run=True)
+    metrics = EngineMetrics(engine.config)
+    engine.events.subscribe(metrics.observe, *HEARD)
+    status = StatusLine(metrics)
+    status.line(1.0)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    while engine.has_unfinished():
+        engine.step()
+    assert "0 running, 0 waiting" in (status.line(2.0) or "")
