@@ -241,7 +241,7 @@ def test_splits_of_which_some_queries_see_nothing(
     """The last ones are newer than a tile's first queries, the first ones of a window too old for
     the last. Joined one by one: there may be no highest sum yet."""
     monkeypatch.setattr(splits, "JOINED_SPLITS", 1)
-    check(paged_batch([66], [230], Shape(num_heads=1, num_kv_heads=1, head_dim=80)), window)
+    check(paged_batch([66], [256], Shape(num_heads=1, num_kv_heads=1, head_dim=80)), window)
     assert many_processors[0] > 2
 
 
