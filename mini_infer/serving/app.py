@@ -21,6 +21,7 @@ from mini_infer.serving.gate import CLIENT_CLOSED_REQUEST, gated
 from mini_infer.serving.metrics import HEARD, EngineMetrics
 from mini_infer.serving.operations import add_operations
 from mini_infer.serving.options import ServerOptions
+from mini_infer.serving.responses import responses_router
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
 from mini_infer.serving.served_model import check_model, model_card
 from mini_infer.serving.sse import EventStreamResponse, end_with_done, until_disconnect
@@ -86,6 +87,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASG
             return await stream_response(request, events_of(stream, formatter.chunks, envelope))
         outputs = await until_disconnect(request.receive, collect(stream))
         return JSONResponse(formatter.answer(outputs))
+
+    app.include_router(responses_router(engine, admit))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -1,8 +1,13 @@
 """Splits what a model thought from its answer: ``<think>...</think>``, as Qwen3 writes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mini_infer.serving.tool_calls import TagFinder
+
+if TYPE_CHECKING:
+    from mini_infer.runtime.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -22,6 +27,17 @@ def opens_reasoning(prompt: str) -> bool:
 def continues_reasoning(content: str) -> bool:
     """Does a message that is to be continued end within its thoughts?"""
     return content.rfind(OPEN) > content.rfind(CLOSE)
+
+
+def num_reasoning_tokens(tokenizer: "Tokenizer", token_ids: Sequence[int]) -> int:
+    """Of an answer that begins with thoughts: its tokens up to their end tag's last."""
+    tail = b""
+    for count, token_id in enumerate(token_ids, start=1):
+        tail += tokenizer.token_bytes(token_id)
+        if CLOSE.encode() in tail:
+            return count
+        tail = tail[-len(CLOSE) :]
+    return len(token_ids)
 
 
 class ReasoningParser:

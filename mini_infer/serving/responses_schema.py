@@ -1,0 +1,178 @@
+"""What POST /v1/responses accepts: OpenAI's newer form of a chat request, for text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mini_infer.core.errors import InvalidRequestError
+from mini_infer.serving.schema import ChatCompletionRequest, RequestBody
+
+RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Fields that can't be honoured here, each with the values (besides null) that ask for nothing."""
+STATEFUL = ("previous_response_id", "conversation", "store", "background")
+"""They need answers that are kept."""
+OTHER_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Of chat completions, and what they are called here."""
+CHAT_FIELDS = (
+    "n",
+    "prompt_logprobs",
+    "logprobs",
+    "return_token_ids",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Of chat completions, without a place in these answers."""
+ROLES = ("system", "developer", "user", "assistant")
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesRequest(RequestBody):
+    """Body of POST /v1/responses. The sampling fields of chat completions are accepted too."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: int | None = None
+    """None: the rest of the context."""
+    metadata: dict[str, str] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        extra = self.model_extra or {}
+        if extra.get("store"):
+            raise _needs_memory("store")
+        for name, harmless in RESPONSES_REFUSED.items():
+            value = extra.get(name)
+            if value is None or value in harmless:
+                continue
+            if name in STATEFUL:
+                raise _needs_memory(name)
+            raise InvalidRequestError(f"{name} is not supported by /v1/responses here", name)
+        super().check()
+        for name, other in OTHER_NAMES.items():
+            if _given(self, name):
+                raise InvalidRequestError(f"{name} is called {other} in /v1/responses", name)
+        for name in CHAT_FIELDS:
+            if _given(self, name) and (name != "n" or self.n != 1):
+                raise InvalidRequestError(f"{name} is only supported by /v1/chat/completions", name)
+        if self.include_usage:
+            raise InvalidRequestError(
+                "include_usage is for chat completions: here the last event has the usage",
+                "stream_options",
+            )
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise InvalidRequestError(
+                f"max_output_tokens must be 1 or more, got {self.max_output_tokens}",
+                "max_output_tokens",
+            )
+        _check_plain("text", self.text, {"format": ({"type": "text"},), "verbosity": ("medium",)})
+        _check_plain("reasoning", self.reasoning, {"effort": ("none",)})
+
+    def chat_request(self) -> ChatCompletionRequest:
+        """The same request to chat completions.
+
+        Raises:
+            InvalidRequestError: an item of ``input`` that is no message of text.
+        """
+        shared = {name: getattr(self, name) for name in RequestBody.model_fields}
+        return ChatCompletionRequest(
+            **shared,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        if not self.input:
+            raise InvalidRequestError("input is an empty list; give at least one message", "input")
+        thoughts: list[str] = []
+        for index, item in enumerate(self.input):
+            if item.get("type") == "reasoning":
+                thoughts.append(_text(f"input[{index}]", item.get("content") or [], REASONING))
+                continue
+            message = _message(f"input[{index}]", item)
+            if thoughts and message["role"] == "assistant":
+                message["reasoning_content"] = "".join(thoughts)
+            thoughts = []
+            messages.append(message)
+        return messages
+
+
+REASONING = ("reasoning_text",)
+
+
+def _message(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    if item.get("type", "message") != "message":
+        raise InvalidRequestError(
+            f"{place} is of type {item['type']!r:.40}: only messages and reasoning are supported",
+            "input",
+        )
+    role = item.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{place}.role must be one of {', '.join(ROLES)}, got {role!r:.80}", "input"
+        )
+    return {"role": role, "content": _text(place, item.get("content"), TEXT_PARTS)}
+
+
+def _text(place: str, content: Any, types: tuple[str, ...]) -> str:
+    """Parts stand on lines of their own, as in chat messages."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{place}.content must be a string or a list of parts", "input")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in types or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{place}.content has a part of type {kind!r:.40}: only text is supported, as "
+                f"{{'type': '{types[0]}', 'text': ...}}",
+                "input",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _given(body: RequestBody, name: str) -> bool:
+    value = getattr(body, name, None)
+    return value is not None and value is not False
+
+
+def _needs_memory(name: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} is not supported: this server keeps no answers; send the whole conversation as "
+        "input, with store: false",
+        name,
+    )
+
+
+def _check_plain(
+    name: str, value: Mapping[str, Any] | None, harmless: Mapping[str, tuple[Any, ...]]
+) -> None:
+    for key, item in (value or {}).items():
+        if item is not None and item not in harmless.get(key, ()):
+            raise InvalidRequestError(f"{name}.{key} = {item!r:.80} is not supported", name)
