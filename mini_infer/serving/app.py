@@ -16,7 +16,7 @@ from mini_infer.runtime.async_engine import AsyncEngine, Prompt, run_off_loop
 from mini_infer.serving.answer import DeltaStream, Envelope, collect, events_of
 from mini_infer.serving.chat import ChatChunks, chat_answer, chat_prompt, text_length
 from mini_infer.serving.completions import CompletionFormat
-from mini_infer.serving.errors import install_error_handlers
+from mini_infer.serving.errors import ERROR_RESPONSES, install_error_handlers
 from mini_infer.serving.gate import CLIENT_CLOSED_REQUEST, gated
 from mini_infer.serving.metrics import HEARD, EngineMetrics
 from mini_infer.serving.operations import add_operations
@@ -36,7 +36,13 @@ PAGE_POLICY = (
 def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASGIApp:
     """The application that serves one engine. The caller shuts the engine down."""
     options = options or ServerOptions()
-    app = FastAPI(title="mini-infer", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="mini-infer",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERROR_RESPONSES,
+    )
     install_error_handlers(app)
     metrics = EngineMetrics(engine.config)
     engine.events.subscribe(metrics.observe, *HEARD)

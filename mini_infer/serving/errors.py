@@ -45,9 +45,34 @@ NEEDS_ANOTHER_MODEL = {
 """Endpoints that clients know, by what follows ``/v1/``, and what they would take."""
 NOT_OFFERED = {
     *("assistants", "batches", "containers", "conversations", "evals", "files", "fine_tuning"),
-    *("responses", "threads", "uploads", "vector_stores"),
+    *("threads", "uploads", "vector_stores"),
 }
 """Others that a text model could be behind."""
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": f"{fault}; the error object says what to do.",
+        "content": {"application/json": {"schema": _ERROR_SCHEMA}},
+    }
+    for status, fault in (("4XX", "The request is at fault"), ("5XX", "The server is"))
+}
+"""What every route may answer with, for the OpenAPI document."""
 
 
 def raise_for_failure(delta: RequestDelta) -> None:

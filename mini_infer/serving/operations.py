@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 
 from mini_infer import __version__
 from mini_infer.core.errors import EngineDeadError
@@ -23,15 +23,13 @@ def add_operations(
             raise EngineDeadError("the engine is not running; restart the server")
         return {"status": "ok"}
 
-    # What Amazon SageMaker asks, by either method.
-    app.get("/ping")(health)
-    app.post("/ping")(health)
+    app.get("/ping")(health)  # what Amazon SageMaker asks
 
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 

@@ -46,6 +46,20 @@ def test_the_api_describes_itself(server: LiveServer) -> None:
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(paths)
 
 
+def test_every_operation_documents_its_errors(server: LiveServer) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            assert {"200", "4XX", "5XX"} == set(operation["responses"]), path
+    assert "text/plain" in paths["/metrics"]["get"]["responses"]["200"]["content"]
+
+
+def test_the_page_asks_for_a_key_only_where_one_is_needed(server: LiveServer) -> None:
+    page = server.client.get("/").text
+    assert re.search(r'hidden><label>API key<input [^>]*type="password"', page)
+    assert page.count("headers: headers()") == 2 == page.count("fetch(")
+
+
 def test_the_page_is_one_file_without_outside_resources(server: LiveServer) -> None:
     response = server.client.get("/")
     assert response.headers["content-type"].startswith("text/html")
