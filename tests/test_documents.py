@@ -224,7 +224,7 @@ def test_shell_block_runs(
         env={**os.environ, "PATH": f"{commands_folder}:{os.environ['PATH']}"},
     )
     assert done.returncode == 0, done.stderr
-    assert '"error"' not in done.stdout
+    assert '"error":{' not in done.stdout
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
