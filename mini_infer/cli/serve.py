@@ -96,6 +96,20 @@ class Keys(click.ParamType[str]):
     help="Folder for profiles; switches /start_profile and /stop_profile on.",
 )
 @click.option("--access-log", is_flag=True, help="Write a line to standard error per request.")
+@click.option(
+    "--log-interval",
+    type=float,
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two lines on load, throughput and caches, while there is work; 0: none.",
+)
+@click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Collector that gets OpenTelemetry spans of requests (OTLP over HTTP), such as "
+    "http://localhost:4318; needs mini-infer[otel].",
+)
 @with_engine_options
 def serve(
     host: str,
@@ -107,6 +121,8 @@ def serve(
     request_timeout: float | None,
     profile_folder: Path | None,
     access_log: bool,
+    log_interval: float,
+    otlp_endpoint: str | None,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API under /v1, and a chat page at /."""
@@ -123,6 +139,8 @@ def serve(
             request_timeout=request_timeout,
             profile_folder=profile_folder,
             access_log=access_log,
+            log_interval=log_interval,
+            otlp_endpoint=otlp_endpoint,
         )
         # Loading a model may take minutes; that the port is taken is known at once.
         bind(host, port).close()

@@ -24,6 +24,7 @@ from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.responses import responses_router
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
 from mini_infer.serving.served_model import check_model, model_card
+from mini_infer.serving.spans import open_spans
 from mini_infer.serving.sse import EventStreamResponse, end_with_done, until_disconnect
 from mini_infer.serving.tokenization import add_tokenization
 
@@ -33,8 +34,15 @@ PAGE_POLICY = (
 )
 
 
-def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASGIApp:
-    """The application that serves one engine. The caller shuts the engine down."""
+def create_app(
+    engine: AsyncEngine,
+    options: ServerOptions | None = None,
+    metrics: EngineMetrics | None = None,
+) -> ASGIApp:
+    """The application that serves one engine. The caller shuts the engine down.
+
+    ``metrics`` are those of /metrics, for a caller who reads them too.
+    """
     options = options or ServerOptions()
     app = FastAPI(
         title="mini-infer",
@@ -44,8 +52,9 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASG
         responses=ERROR_RESPONSES,
     )
     install_error_handlers(app)
-    metrics = EngineMetrics(engine.config)
+    metrics = metrics or EngineMetrics(engine.config)
     engine.events.subscribe(metrics.observe, *HEARD)
+    spans = open_spans(options.otlp_endpoint, engine.events, engine.config.served_model_name)
     created = int(time.time())
 
     def admit(body: RequestBody) -> None:
@@ -70,6 +79,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASG
         envelope = Envelope("chatcmpl", kind, engine.config.served_model_name, body.include_usage)
         length = text_length(body.messages)
         prompt = await run_off_loop(length, chat_prompt, engine.tokenizer, body)
+        spans.expect([envelope.response_id], request.headers)
         # The template wrote the special tokens itself.
         stream = open_stream({envelope.response_id: prompt}, body, add_special_tokens=False)
         if body.stream:
@@ -87,6 +97,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASG
         prompts: dict[str, Prompt] = {
             f"{envelope.response_id}-{row}": prompt for row, prompt in enumerate(body.prompts())
         }
+        spans.expect(prompts, request.headers)
         stream = open_stream(prompts, body)
         formatter = CompletionFormat(envelope, body, engine.tokenizer, prompts)
         if body.stream:
@@ -94,7 +105,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions | None = None) -> ASG
         outputs = await until_disconnect(request.receive, collect(stream))
         return JSONResponse(formatter.answer(outputs))
 
-    app.include_router(responses_router(engine, admit))
+    app.include_router(responses_router(engine, admit, spans))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.runtime.waiting_room import MAX_NUM_QUEUED
+from mini_infer.serving.spans import check_endpoint
 
 MAX_BODY_SIZE = 16 * 2**20
 
@@ -31,6 +32,10 @@ class ServerOptions:
     profile_folder: Path | None = None
     """Where profiles go, which switches their endpoints on."""
     access_log: bool = False
+    log_interval: float = 5.0
+    """Seconds between two lines on load and throughput; 0: none."""
+    otlp_endpoint: str | None = None
+    """Collector that gets a span per request, and one per phase of it."""
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
@@ -52,6 +57,10 @@ class ServerOptions:
         timeout = self.request_timeout
         if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
             raise InvalidConfigError("--request-timeout must be above 0 seconds; leave it out")
+        if not (self.log_interval >= 0 and math.isfinite(self.log_interval)):
+            raise InvalidConfigError("--log-interval must be 0 seconds (no log line) or more")
+        if self.otlp_endpoint is not None:
+            check_endpoint(self.otlp_endpoint)
         if self.profile_folder is not None:
             try:
                 self.profile_folder.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from mini_infer.serving.messages import MessageParser, RenderedChat, read_messag
 from mini_infer.serving.reasoning import Reasoning, num_reasoning_tokens
 from mini_infer.serving.responses_schema import ResponsesRequest
 from mini_infer.serving.schema import RequestBody
+from mini_infer.serving.spans import Spans
 from mini_infer.serving.sse import EventStreamResponse, to_json, until_disconnect
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,9 @@ MESSAGE = Kind("message", "msg", "output_text")
 REASONING = Kind("reasoning", "rs", "reasoning_text")
 
 
-def responses_router(engine: AsyncEngine, admit: Callable[[RequestBody], None]) -> APIRouter:
+def responses_router(
+    engine: AsyncEngine, admit: Callable[[RequestBody], None], spans: Spans
+) -> APIRouter:
     """The route; ``admit`` raises for a request that the server does not take."""
     router = APIRouter()
 
@@ -57,7 +60,6 @@ def responses_router(engine: AsyncEngine, admit: Callable[[RequestBody], None]) 
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         admit(body)
         chat = body.chat_request()
-        params = chat.sampling_params()
         try:
             length = text_length(chat.messages)
             prompt = await run_off_loop(length, chat_prompt, engine.tokenizer, chat)
@@ -66,9 +68,10 @@ def responses_router(engine: AsyncEngine, admit: Callable[[RequestBody], None]) 
                 str(error), "input" if error.param == "messages" else error.param
             ) from None
         answer = ResponseAnswer(body, engine.config.served_model_name, chat.rendered)
+        spans.expect([answer.response_id], request.headers)
         stream = engine.stream(
             {answer.response_id: prompt},
-            params,
+            chat.sampling_params(),
             priority=body.priority,
             cache_salt=body.cache_salt or "",
             add_special_tokens=False,

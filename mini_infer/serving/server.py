@@ -21,7 +21,9 @@ except ImportError as error:
     ) from None
 
 from mini_infer.runtime.async_engine import AsyncEngine
+from mini_infer.serving.metrics import EngineMetrics
 from mini_infer.serving.options import ServerOptions
+from mini_infer.serving.status_line import StatusLine, status_logger
 
 if TYPE_CHECKING:
     from mini_infer.runtime.engine import LLMEngine
@@ -45,16 +47,19 @@ def run_server(
     """
     options = options or ServerOptions()
     if options.access_log:
-        _open_access_log()
+        _log_to_stderr(access_logger)
+    if options.log_interval:
+        _log_to_stderr(status_logger)
     async_engine = AsyncEngine(
         engine,
         max_num_queued=options.max_num_queued,
         request_timeout=options.request_timeout,
     )
+    metrics = EngineMetrics(engine.config)
     try:
-        with bind(host, port) as listener:
+        with bind(host, port) as listener, StatusLine(metrics, options.log_interval):
             config = uvicorn.Config(
-                create_app(async_engine, options),
+                create_app(async_engine, options, metrics),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -70,13 +75,13 @@ def run_server(
         async_engine.shutdown()
 
 
-def _open_access_log() -> None:
-    """Access lines go to standard error; the announcement has standard output for itself."""
+def _log_to_stderr(logger: logging.Logger) -> None:
+    """Lines go to standard error; the announcement has standard output for itself."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    access_logger.addHandler(handler)
-    access_logger.setLevel(logging.INFO)
-    access_logger.propagate = False
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def bind(host: str, port: int) -> socket.socket:

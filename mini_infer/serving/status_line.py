@@ -5,44 +5,36 @@ stream, and logs what they gained since it last looked. The engine's thread does
 """
 
 import logging
-import math
 import threading
 import time
+from typing import Self
 
-from mini_infer.core.errors import InvalidConfigError
 from mini_infer.serving.metrics import EngineMetrics
 
-logger = logging.getLogger("mini_infer.status")
-
-DEFAULT_INTERVAL = 5.0
+status_logger = logging.getLogger("mini_infer.status")
 
 
 class StatusLine:
-    """Logs a line every ``interval`` seconds while there is work; never where that is 0.
+    """Within its ``with`` block, logs a line every ``interval`` seconds while there is work.
 
-    Raises:
-        InvalidConfigError: an interval below 0, or none.
+    Never where ``interval`` is 0.
     """
 
-    def __init__(self, metrics: EngineMetrics, interval: float = DEFAULT_INTERVAL) -> None:
-        if not (interval >= 0 and math.isfinite(interval)):
-            raise InvalidConfigError(
-                f"--log-interval must be 0 seconds (no log line) or more, got {interval}"
-            )
+    def __init__(self, metrics: EngineMetrics, interval: float) -> None:
         self._metrics = metrics
         self._interval = interval
         self._last = metrics.totals()
         self._last_time = time.monotonic()
         self._stopped = threading.Event()
 
-    def start(self) -> None:
-        """Starts the thread, which does not keep the process alive."""
-        self._last_time = time.monotonic()
+    def __enter__(self) -> Self:
         if self._interval:
+            self._last_time = time.monotonic()
             threading.Thread(target=self._run, name="mini-infer-status", daemon=True).start()
+        return self
 
-    def stop(self) -> None:
-        """No line comes after the one that is being written; harmless when called twice."""
+    def __exit__(self, *exception: object) -> None:
+        """No line comes after the one that is being written, for which nobody waits."""
         self._stopped.set()
 
     def line(self, now: float) -> str | None:
@@ -71,4 +63,4 @@ class StatusLine:
         while not self._stopped.wait(self._interval):
             line = self.line(time.monotonic())
             if line is not None:
-                logger.info("%s", line)
+                status_logger.info("%s", line)

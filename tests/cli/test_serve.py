@@ -104,6 +104,7 @@ def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Pa
     options = (
         "--api-key a --api-key b --allowed-origin https://x.example --allowed-origin * "
         f"--max-body-size 2MiB --max-num-queued 7 --request-timeout 1.5 --access-log "
+        f"--log-interval 0 --otlp-endpoint http://localhost:4318 "
         f"--profile-folder {folder}"
     )
     assert main(["serve", "--dry-run", "--port", "0", *options.split()]) == 0
@@ -117,6 +118,8 @@ def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Pa
             request_timeout=1.5,
             profile_folder=folder,
             access_log=True,
+            log_interval=0,
+            otlp_endpoint="http://localhost:4318",
         )
     ]
     assert folder.is_dir()

@@ -28,7 +28,9 @@ from mini_infer.core.events import (
     TokensEmitted,
 )
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.spans import MAX_EXPECTED, NoSpans, RequestSpans, open_spans
+from tests.serving.live import MODEL, live_server
 
 TRACE, CALLER = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 SAMPLED = {"traceparent": f"00-{TRACE:032x}-{CALLER:016x}-01"}
@@ -249,6 +251,34 @@ def test_an_engines_requests_reach_the_collector(
     assert {span.trace_id for span in scope.spans} == {TRACE.to_bytes(16, "big")}
 
 
+def test_a_servers_requests_carry_on_the_callers_trace(
+    collector: tuple[str, list[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, received = collector
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    with live_server(ServerOptions(otlp_endpoint=url + "/custom")) as server:
+        server.client.headers.update(SAMPLED)
+        assert server.chat(max_tokens=2).status_code == 200
+        assert server.complete(["a", "b"], max_tokens=2).status_code == 200
+        response = server.client.post("/v1/responses", json={"model": MODEL, "input": "Hello"})
+        assert response.status_code == 200
+        server.wait_until_idle()
+    for function in at_exit:
+        function()
+    spans = [
+        span
+        for path, body in received
+        if path == "/custom"
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    requests = [span for span in spans if span.name == "llm_request"]
+    assert len(requests) == 4
+    assert {span.parent_span_id for span in requests} == {CALLER.to_bytes(8, "big")}
+
+
 def test_without_an_endpoint_nobody_listens() -> None:
     events = EventStream()
     spans = open_spans(None, events, "m")
@@ -262,7 +292,7 @@ def test_without_an_endpoint_nobody_listens() -> None:
 )
 def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     with pytest.raises(InvalidConfigError, match="--otlp-endpoint"):
-        open_spans(endpoint, EventStream(), "m")
+        ServerOptions(otlp_endpoint=endpoint)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.events import Admitted, Event, Finished, Queued, StepCompleted, TokensEmitted
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.metrics import HEARD, EngineMetrics
-from mini_infer.serving.status_line import StatusLine
+from mini_infer.serving.options import ServerOptions
+from mini_infer.serving.status_line import StatusLine, status_logger
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def tell(metrics: EngineMetrics, *events: Event) -> None:
 
 
 def started(metrics: EngineMetrics) -> StatusLine:
-    status = StatusLine(metrics)
+    status = StatusLine(metrics, 5.0)
     assert status.line(10.0) is None
     return status
 
@@ -73,29 +74,32 @@ def test_the_thread_logs_until_it_is_stopped(
             logged.set()
 
     waker, status = Waker(), StatusLine(metrics, 0.001)
-    logger = logging.getLogger("mini_infer.status")
-    logger.addHandler(waker)
+    status_logger.addHandler(waker)
     try:
-        with caplog.at_level(logging.INFO, logger.name):
-            status.start()
+        with caplog.at_level(logging.INFO, status_logger.name), status:
             assert logged.wait(5)
-            status.stop()
-            status.stop()
     finally:
-        logger.removeHandler(waker)
+        status_logger.removeHandler(waker)
     assert "0 running, 1 waiting" in caplog.text
 
 
-def test_off_starts_no_thread(metrics: EngineMetrics) -> None:
-    before = threading.active_count()
-    StatusLine(metrics, 0).start()
-    assert threading.active_count() == before
+@pytest.mark.parametrize(("interval", "num_threads"), [(0.0, 0), (60.0, 1)], ids=["off", "on"])
+def test_it_has_a_thread_if_it_is_asked_to(
+    metrics: EngineMetrics, interval: float, num_threads: int
+) -> None:
+    before = set(threading.enumerate())
+    with StatusLine(metrics, interval):
+        threads = set(threading.enumerate()) - before
+    assert len(threads) == num_threads
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("interval", [-1.0, float("nan"), float("inf")])
-def test_an_interval_that_never_ends_is_refused(metrics: EngineMetrics, interval: float) -> None:
+def test_an_interval_that_never_ends_is_refused(interval: float) -> None:
     with pytest.raises(InvalidConfigError, match="--log-interval"):
-        StatusLine(metrics, interval)
+        ServerOptions(log_interval=interval)
 
 
 def test_it_needs_no_event_beyond_those_of_the_metrics() -> None:
@@ -103,7 +107,7 @@ def test_it_needs_no_event_beyond_those_of_the_metrics() -> None:
     engine = LLMEngine.from_options(dry_run=True)
     metrics = EngineMetrics(engine.config)
     engine.events.subscribe(metrics.observe, *HEARD)
-    status = StatusLine(metrics)
+    status = StatusLine(metrics, 5.0)
     status.line(1.0)
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
     while engine.has_unfinished():
