@@ -201,8 +201,10 @@ class AsyncEngine:
             self._abandon(consumer)
 
     def check_open(self) -> None:
-        """Raises UnavailableError once ``drain`` was called, or while too many choices wait: what
-        is expensive to prepare asks first."""
+        """Raises UnavailableError once ``drain`` was called or while too many choices wait, and
+        EngineDeadError after the end: what is expensive to prepare asks first."""
+        if self._death:
+            raise EngineDeadError(self._death)
         if self._draining:
             raise UnavailableError("the server is shutting down: send the request to another one")
         self._waiting_room.check()
