@@ -17,8 +17,10 @@ from mini_infer.serving.messages import (
     call_object,
     read_message,
 )
+from mini_infer.serving.reasoning import OPEN as OPEN_THOUGHTS
 from mini_infer.serving.reasoning import Reasoning, continues_reasoning, opens_reasoning
 from mini_infer.serving.schema import ChatCompletionRequest
+from mini_infer.serving.tool_calls import OPEN as OPEN_CALL
 from mini_infer.serving.tool_calls import ToolCall, ToolParser, tool_parser_for
 
 if TYPE_CHECKING:
@@ -78,13 +80,20 @@ def render_chat(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> Rendered
     if continued:
         prompt = cut_at_tag(prompt)
         opened = continues_reasoning(messages[-1]["content"])
+    tags = [OPEN_THOUGHTS] if OPEN_THOUGHTS in source else []
+    tags += [OPEN_CALL] if tools and OPEN_CALL in source else []
     form = MessageForm(
         opens_reasoning=opened,
         tool_parser=_tool_parser(source) if tools else None,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning,
+        needs_special_tokens=any(_is_special(tokenizer, tag) for tag in tags),
     )
     return RenderedChat(prompt, tokenizer, form)
+
+
+def _is_special(tokenizer: "Tokenizer", tag: str) -> bool:
+    return any(map(tokenizer.is_special, tokenizer.encode(tag, add_special_tokens=False)))
 
 
 def _tool_parser(source: str) -> Callable[[], ToolParser]:

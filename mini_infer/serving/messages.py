@@ -24,6 +24,8 @@ class MessageForm:
     tool_parser: Callable[[], ToolParser] | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    needs_special_tokens: bool = False
+    """Are tags that it looks for special tokens, which a text leaves out by default?"""
 
 
 @dataclass(frozen=True, slots=True)

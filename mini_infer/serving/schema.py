@@ -275,7 +275,10 @@ class ChatCompletionRequest(RequestBody):
         if max_tokens is not None and max_tokens < 1:
             raise InvalidRequestError(f"{name} must be 1 or more, got {max_tokens}", name)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling_params(max_tokens=max_tokens, logprobs=logprobs)
+        needs_special = self._rendered is not None and self._rendered.form.needs_special_tokens
+        return self._sampling_params(
+            max_tokens=max_tokens, logprobs=logprobs, skip_special_tokens=not needs_special
+        )
 
 
 class CompletionRequest(RequestBody):

@@ -19,11 +19,13 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = "data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+"""One for all: ``json.dumps`` builds one a call, a quarter of a short chunk's time."""
 
 
 def to_json(value: Any) -> str:
     """Compact JSON; text stays readable UTF-8."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return ENCODER.encode(value)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

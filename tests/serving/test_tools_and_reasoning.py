@@ -6,6 +6,9 @@ from typing import Any
 import openai
 import pytest
 
+from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+from mini_infer.serving.chat import chat_prompt
+from mini_infer.serving.schema import ChatCompletionRequest
 from tests.serving.live import CHAT, MODEL, LiveServer, live_server
 from tests.serving.scripted import HERMES, say, use_template
 
@@ -168,6 +171,32 @@ def test_a_form_that_is_not_known_is_refused(
     response = thinker.chat(tools=[WEATHER])
     assert response.status_code == 400
     assert "a form that is not known" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("special", "fields", "skips"),
+    [
+        ("<tool_call>", {"tools": [WEATHER]}, False),
+        ("<tool_call>", {"tools": [WEATHER], "skip_special_tokens": True}, True),
+        ("<tool_call>", {}, True),
+        ("<think>", {}, False),
+        ("other", {"tools": [WEATHER]}, True),
+    ],
+)
+def test_tags_that_are_special_tokens_stay_in_the_text(
+    monkeypatch: pytest.MonkeyPatch, special: str, fields: dict[str, Any], skips: bool
+) -> None:
+    tokenizer = ByteTokenizer()
+    use_template(monkeypatch, tokenizer, HERMES)
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer,
+        "encode",
+        lambda text, add_special_tokens=True: [258] if text == special else encode(text),
+    )
+    body = ChatCompletionRequest(messages=HELLO, **fields)
+    chat_prompt(tokenizer, body)
+    assert body.sampling_params().skip_special_tokens == skips
 
 
 def test_openais_client(thinker: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
