@@ -8,13 +8,15 @@
            +- prefill                 admitted ... first token
            +- decode                               first token ... last token
 
-A request's spans are made at its end, from events that come a few times in its life; tokens are not
-listened to. With n choices there are n of each child. A caller whose ``traceparent`` says "not
-sampled" gets no spans.
+A request's spans are made at its end, in a thread of their own, from events that come a few times
+in its life; tokens are not listened to. With n choices there are n of each child. A caller whose
+``traceparent`` says "not sampled" gets no spans.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
@@ -33,6 +35,8 @@ from mini_infer.core.events import (
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Tracer
+
+logger = logging.getLogger(__name__)
 
 PHASES = ("queue", "prefill", "decode")
 TRACES_PATH = "/v1/traces"
@@ -126,7 +130,7 @@ class _Caller:
 
 
 class RequestSpans:
-    """Implements ``Spans``; makes them on the engine's thread, once a request is over."""
+    """Implements ``Spans``. The engine's thread only notes what happened."""
 
     def __init__(self, tracer: "Tracer", events: EventStream, model: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -139,6 +143,8 @@ class RequestSpans:
         """What the events' clock lacks to the time of day, in seconds."""
         self._expected: dict[str, _Caller] = {}
         self._callers: dict[str, _Caller] = {}
+        # Python waits for its work before the process exits, and only then for the exporter's.
+        self._writer = ThreadPoolExecutor(1, "mini-infer-spans")
         events.subscribe(self._observe, Queued, Admitted, Preempted, Finished, Answered)
 
     def expect(self, request_ids: Iterable[str], headers: Mapping[str, str]) -> None:
@@ -175,7 +181,7 @@ class RequestSpans:
                 choice.answered = event
         if all(item.finished and item.answered for item in caller.choices.values()):
             del self._callers[caller_id]
-            self._write(caller_id, caller)
+            self._writer.submit(self._write, caller_id, caller)
 
     def _on_queued(self, event: Queued) -> None:
         caller = self._callers.get(event.caller_id)
@@ -184,7 +190,15 @@ class RequestSpans:
             self._callers[event.caller_id] = caller
         caller.choices[event.request_id] = _Choice(event)
 
+    # --- writer's thread ---
+
     def _write(self, caller_id: str, caller: _Caller) -> None:
+        try:
+            self._write_request(caller_id, caller)
+        except Exception:
+            logger.exception("the spans of request %s are lost", caller_id)
+
+    def _write_request(self, caller_id: str, caller: _Caller) -> None:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         choices = list(caller.choices.values())

@@ -3,7 +3,7 @@
 import atexit
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -30,7 +30,7 @@ from mini_infer.core.events import (
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.spans import MAX_EXPECTED, NoSpans, RequestSpans, open_spans
-from tests.serving.live import MODEL, live_server
+from tests.serving.live import MODEL, live_server, wait_for
 
 TRACE, CALLER = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 SAMPLED = {"traceparent": f"00-{TRACE:032x}-{CALLER:016x}-01"}
@@ -58,8 +58,12 @@ class Traced:
         for event in events:
             self.events.emit(event)
 
+    def finished(self) -> Sequence[ReadableSpan]:
+        self.spans._writer.submit(int).result()
+        return self.exporter.get_finished_spans()
+
     def by_name(self) -> dict[str, ReadableSpan]:
-        return {span.name: span for span in self.exporter.get_finished_spans()}
+        return {span.name: span for span in self.finished()}
 
 
 @pytest.fixture
@@ -146,7 +150,7 @@ def test_choices_share_the_request(traced: Traced) -> None:
             Finished(3.0, f"a#{index}", "length", 10, 3, 2.0, 2.5),
             Answered(3.0, f"a#{index}", "length"),
         )
-    spans = traced.exporter.get_finished_spans()
+    spans = traced.finished()
     [request] = [span for span in spans if span.name == "llm_request"]
     assert len(spans) == 7
     assert parent_id(request) == CALLER
@@ -195,6 +199,18 @@ def test_what_was_refused_or_came_before_leaves_nothing(traced: Traced) -> None:
     assert "refused" not in traced.spans._expected
 
 
+def test_spans_that_fail_are_told_of_and_cost_nothing_else(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(traced.spans, "_tracer", None)
+        traced.tell(*ONE_REQUEST)
+        assert not traced.finished()
+    assert "the spans of request a are lost" in caplog.text
+    traced.tell(*ONE_REQUEST)
+    assert len(traced.finished()) == 4
+
+
 def test_tokens_are_not_listened_to(traced: Traced) -> None:
     assert not traced.events.wants(TokensEmitted)
 
@@ -236,6 +252,8 @@ def test_an_engines_requests_reach_the_collector(
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, n=2))
     while engine.has_unfinished():
         engine.step()
+    assert isinstance(spans, RequestSpans)
+    spans._writer.shutdown()  # as Python does before it exits
     for function in at_exit:
         function()
     [(path, body)] = received
@@ -255,28 +273,27 @@ def test_a_servers_requests_carry_on_the_callers_trace(
     collector: tuple[str, list[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, received = collector
-    at_exit: list[Callable[[], object]] = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+
+    def requests() -> list[Any]:
+        return [
+            span
+            for path, body in received
+            if path == "/custom"
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+            if span.name == "llm_request"
+        ]
+
     with live_server(ServerOptions(otlp_endpoint=url + "/custom")) as server:
         server.client.headers.update(SAMPLED)
         assert server.chat(max_tokens=2).status_code == 200
         assert server.complete(["a", "b"], max_tokens=2).status_code == 200
         response = server.client.post("/v1/responses", json={"model": MODEL, "input": "Hello"})
         assert response.status_code == 200
-        server.wait_until_idle()
-    for function in at_exit:
-        function()
-    spans = [
-        span
-        for path, body in received
-        if path == "/custom"
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
-    requests = [span for span in spans if span.name == "llm_request"]
-    assert len(requests) == 4
-    assert {span.parent_span_id for span in requests} == {CALLER.to_bytes(8, "big")}
+        wait_for(lambda: len(requests()) == 4)
+    assert {span.parent_span_id for span in requests()} == {CALLER.to_bytes(8, "big")}
 
 
 def test_without_an_endpoint_nobody_listens() -> None:
