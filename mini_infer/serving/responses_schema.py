@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mini_infer.core.errors import InvalidRequestError
+from mini_infer.runtime.unicode_text import utf8_bytes
 from mini_infer.serving.schema import ChatCompletionRequest, RequestBody
 
 RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
@@ -38,6 +39,7 @@ CHAT_FIELDS = (
     "continue_final_message",
 )
 """Of chat completions, without a place in these answers."""
+MAX_METADATA = 16
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -83,6 +85,7 @@ class ResponsesRequest(RequestBody):
                 f"max_output_tokens must be 1 or more, got {self.max_output_tokens}",
                 "max_output_tokens",
             )
+        _check_metadata(self.metadata or {})
         _check_plain("text", self.text, {"format": ({"type": "text"},), "verbosity": ("medium",)})
         _check_plain("reasoning", self.reasoning, {"effort": ("none",)})
 
@@ -168,6 +171,22 @@ def _needs_memory(name: str) -> InvalidRequestError:
         "input, with store: false",
         name,
     )
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """The answer repeats it, so it must be text that can be sent, and not without bounds."""
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequestError(
+            f"metadata has {len(metadata)} entries, at most {MAX_METADATA} are allowed", "metadata"
+        )
+    for key, value in metadata.items():
+        if len(key) > 64 or len(value) > 512:
+            raise InvalidRequestError(
+                f"metadata: a key has at most 64 characters and a value 512, got {key!r:.64} with "
+                f"{len(value)}",
+                "metadata",
+            )
+        utf8_bytes(key + value, "metadata", "metadata")
 
 
 def _check_plain(

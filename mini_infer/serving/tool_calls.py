@@ -29,6 +29,10 @@ class ToolCall:
     arguments: str
 
 
+CALL_START = re.compile(r'\{\s*"(?:name|type|parameters|arguments)"')
+CALL_START_PART = re.compile(r'\{\s*(?:"[a-z]{0,10})?')
+"""What ``CALL_START`` may yet match."""
+
 TextOrCall = str | ToolCall
 
 
@@ -139,7 +143,7 @@ class HermesToolParser:
 
 
 class LlamaToolParser:
-    """A text that begins like an object is held back to its end: all of it is calls, or none."""
+    """A text that begins like a call is held back to its end: all of it is calls, or none."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
@@ -153,8 +157,10 @@ class LlamaToolParser:
         if self._is_object:
             return []
         start = "".join(self._held).lstrip()
-        self._is_object = start.startswith(("{", PYTHON_TAG))
-        self._is_text = not self._is_object and not PYTHON_TAG.startswith(start)
+        tagged = start.startswith(PYTHON_TAG)
+        self._is_object = tagged or CALL_START.match(start) is not None
+        may_become = PYTHON_TAG.startswith(start) or CALL_START_PART.fullmatch(start)
+        self._is_text = not self._is_object and not may_become
         return self._flush() if self._is_text else []
 
     def finish(self) -> list[TextOrCall]:

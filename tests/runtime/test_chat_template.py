@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 
 from mini_infer.core.errors import InvalidRequestError, UnsupportedModelError
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
-from mini_infer.runtime.chat_messages import normalise_messages
+from mini_infer.runtime.chat_messages import cut_at_tag, normalise_messages, tag_final_message
 from mini_infer.runtime.chat_template import ChatTemplates, load_chat_templates
 from mini_infer.runtime.tokenizer import HFTokenizer
 
@@ -96,6 +96,42 @@ def test_rendering_equals_transformers(
         ) == reference.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
+
+
+@pytest.mark.parametrize("template", [CHATML, TOOLS_JSON, GENERATION])
+@pytest.mark.parametrize("content", ["Paris", "It is ", " \n Well,\n\n", "Capital of France?"])
+def test_continuing_a_message_equals_transformers(
+    tmp_path: Path, template: str, content: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    make_folder(tmp_path, {"chat_template": template})
+    tokenizer = HFTokenizer.from_folder(tmp_path)
+    messages = [USER, {"role": "assistant", "content": content}]
+    prompt = tokenizer.apply_chat_template(tag_final_message(messages), add_generation_prompt=False)
+    assert cut_at_tag(prompt) == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
+
+
+@pytest.mark.parametrize("prompt", ["", "no tag"])
+def test_a_prompt_without_the_final_message_is_not_continued(prompt: str) -> None:
+    with pytest.raises(InvalidRequestError, match="does not show") as caught:
+        cut_at_tag(prompt)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_calls_are_not_continued() -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(InvalidRequestError, match="tool_calls can't be continued"):
+        tag_final_message([{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_the_source_of_the_template_that_is_used() -> None:
+    templates = ChatTemplates({"default": "a", "tool_use": "b"}, {})
+    assert [templates.source(with_tools) for with_tools in (False, True)] == ["a", "b"]
+    assert ChatTemplates({"default": "a"}, {}).source(with_tools=True) == "a"
+    assert ChatTemplates({}, {}).source(with_tools=False) == ""
 
 
 @pytest.mark.real_model

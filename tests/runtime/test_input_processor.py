@@ -192,6 +192,48 @@ def test_a_huge_text_is_refused_before_it_is_tokenised(monkeypatch: pytest.Monke
         one.process("r", "x" * limit, SamplingParams())
 
 
+@pytest.mark.parametrize("prompt", ["0123456789", list(b"0123456789")])
+@pytest.mark.parametrize(
+    ("num_kept", "kept"), [(3, b"789"), (10, b"0123456789"), (99, b"0123456789")]
+)
+def test_the_last_tokens_of_a_prompt_are_kept(prompt: Any, num_kept: int, kept: bytes) -> None:
+    params = SamplingParams(truncate_prompt_tokens=num_kept)
+    processed = processor().process("r", prompt, params)
+    assert processed.prompt_token_ids == list(kept)
+    assert processed.requests[0].token_ids == list(kept)
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "length"),
+    [
+        ({"max_tokens": 10}, {}, 54),
+        ({"max_tokens": None}, {}, 63),
+        ({"max_tokens": None, "min_tokens": 20}, {}, 44),
+        ({"max_tokens": 4}, {"num_kv_blocks": 2}, 5),
+    ],
+)
+def test_a_prompt_is_cut_to_the_room_beside_the_output(
+    params: dict[str, Any], changes: dict[str, Any], length: int
+) -> None:
+    params = {"truncate_prompt_tokens": -1, **params}
+    processed = processor(**changes).process("r", "x" * 5000, SamplingParams(**params))
+    assert len(processed.prompt_token_ids) == length
+
+
+def test_most_of_a_huge_text_that_is_cut_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def encode(self: ByteTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return list(text.encode())
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    text = "".join(map(chr, range(32, 127))) * 10_000
+    processed = processor().process("r", text, SamplingParams(truncate_prompt_tokens=40))
+    assert processed.prompt_token_ids == list(text[-40:].encode())
+    assert lengths[0] <= (40 + 64) * ByteTokenizer.max_chars_per_token
+
+
 @pytest.mark.parametrize("length", [64, 65, 1000])
 @pytest.mark.parametrize("max_tokens", [1, None])
 def test_a_prompt_as_long_as_the_context(length: int, max_tokens: int | None) -> None:

@@ -136,7 +136,7 @@ def test_what_a_continued_message_leaves_open(content: str, open_: bool) -> None
 
 PIECES = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", CALL, LLAMA_CALL, " ", "\n", "a", "<",
-     "{", "}", ";", "<tool", "é", "<|python_tag|>", "</"]
+     "{", "}", ";", "<tool", "é", "<|python_tag|>", "</", '"', "name"]
 )  # fmt: skip
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
 PARSERS: list[Callable[[], ToolParser] | None] = [None, HermesToolParser, LlamaToolParser]
@@ -180,6 +180,13 @@ def test_without_tags_a_text_is_untouched(text: str) -> None:
 )
 def test_the_template_says_which_form_is_read(template: str, parser: type | None) -> None:
     assert tool_parser_for(template) is parser
+
+
+def test_an_object_that_is_no_call_is_told_of_from_its_first_key() -> None:
+    parser = MessageParser(LLAMA)
+    assert [parser.append(piece) for piece in ("{\n", ' "na', 'tion"', ": 1")] == [
+        [], [], ['{\n "nation"'], [": 1"]
+    ]  # fmt: skip
 
 
 def test_text_is_told_of_as_soon_as_it_can_be_no_tag() -> None:

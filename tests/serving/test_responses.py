@@ -186,6 +186,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"return_token_ids": True}, "return_token_ids", "only supported by"),
     ({"temperature": -1}, "temperature", "0 or more"),
     ({"service_tier": "flex"}, "service_tier", "not supported"),
+    ({"metadata": {"a": 5}}, "metadata", "string"),
+    ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
+    ({"metadata": dict.fromkeys("abcdefghijklmnopq", "")}, "metadata", "at most 16"),
     ({"input": []}, "input", "empty"),
     ({"input": 5}, "input", "string"),
     ({"input": ["Hello"]}, "input", "dictionary"),
@@ -233,6 +236,17 @@ def test_what_a_template_refuses_is_the_inputs_fault(
 def test_what_asks_for_nothing_is_accepted(server: LiveServer, fields: dict[str, Any]) -> None:
     response = server.client.post(RESPONSES, json={"input": "Hello", **GREEDY, **fields})
     assert response.status_code == 200, response.text
+
+
+def test_text_that_cannot_be_sent_is_refused(server: LiveServer) -> None:
+    for field in ('"metadata": {"a": "\\ud800"}', '"instructions": "\\ud800"'):
+        response = server.client.post(
+            RESPONSES,
+            content=f'{{"input": "Hello", {field}}}',
+            headers={"content-type": "application/json"},
+        )
+        assert response.status_code == 400
+        assert "surrogate" in response.json()["error"]["message"]
 
 
 def test_another_model_is_not_found(server: LiveServer) -> None:
