@@ -135,6 +135,9 @@ def install_error_handlers(app: FastAPI) -> None:
             # FastAPI's own message is the status in words.
             reason = _why_missing(request.url.path) or message
             message = f"{request.method} {request.url.path}: {reason}"
+        elif error.status_code == HTTPStatus.BAD_REQUEST:
+            # FastAPI's only one, for whatever the parser raises that is no fault of the syntax.
+            message = "the body can't be read: it must be UTF-8, and not nested hundreds deep"
         body = error_object(message, error.status_code)
         return JSONResponse(body, error.status_code, headers=error.headers)
 
