@@ -1,5 +1,6 @@
 """A tokenizer without files: one token per UTF-8 byte. The dry run and the tests use it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,10 @@ from mini_infer.runtime.tokenizer import decode_bytes
 from mini_infer.runtime.unicode_text import utf8_bytes
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+TOOL_INSTRUCTION = (
+    "For each call answer with "
+    '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>'
+)
 TOKEN_BYTES = (*(bytes((byte,)) for byte in range(256)), *map(str.encode, SPECIAL_TOKENS))
 
 
@@ -53,15 +58,29 @@ class ByteTokenizer:
         /,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """ChatML; ``kwargs`` (tools, documents, ...) have no effect on it."""
+        """ChatML, with tools and calls as Hermes has them; ``kwargs`` have no effect on it."""
         turns = [
-            f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+            (
+                message["role"],
+                message["content"] + "".join(map(_call, message.get("tool_calls", ()))),
+            )
             for message in normalise_messages(messages)
         ]
-        return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        if tools:
+            shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            turns.insert(0, ("system", f"<tools>\n{shown}\n</tools>\n{TOOL_INSTRUCTION}"))
+        text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+        return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
     def chat_template_source(self, with_tools: bool) -> str:
-        """None: ChatML is written without a template, and knows no tools."""
-        return ""
+        """There is no template, only code; this is what one would show of ``tools`` and
+        ``tool_calls``."""
+        return f"tools, tool_calls: {TOOL_INSTRUCTION}"
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = {name: call["function"][name] for name in ("name", "arguments")}
+    return f"\n<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"

@@ -28,7 +28,7 @@ def test_byte_tokenizer() -> None:
 def test_byte_tokenizer_writes_chatml() -> None:
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     tokenizer = ByteTokenizer()
-    prompt = tokenizer.apply_chat_template(messages, tools=[{}])
+    prompt = tokenizer.apply_chat_template(messages, documents=[{}])
     assert prompt == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -57,3 +57,19 @@ def test_imports_stay_light(modules: str, absent: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_tools_and_calls_are_part_of_a_conversation() -> None:
+    call = {"function": {"name": "f", "arguments": '{"x": "é"}'}}
+    prompt = ByteTokenizer().apply_chat_template(
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        add_generation_prompt=False,
+    )
+    assert prompt.startswith(
+        '<|im_start|>system\n<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools>\n'
+    )
+    assert prompt.endswith(
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\n<tool_call>\n"
+        '{"name": "f", "arguments": {"x": "é"}}\n</tool_call><|im_end|>\n'
+    )

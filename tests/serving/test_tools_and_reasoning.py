@@ -164,6 +164,37 @@ def test_thoughts_that_the_template_opens(
     assert (cut["content"], cut["reasoning_content"]) == (None, "Hm,")
 
 
+def test_a_template_without_tools_refuses_them(
+    thinker: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_template(monkeypatch, thinker.engine.tokenizer, "{{ messages }}")
+    function = {"name": "f", "arguments": "{}"}
+    called = [{"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}]
+    for fields, param, text in (
+        ({"messages": HELLO, "tools": [WEATHER]}, "tools", "has no place for them"),
+        ({"messages": called}, "messages", "does not show them"),
+    ):
+        response = thinker.client.post(CHAT, json=fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert text in response.json()["error"]["message"]
+
+
+def test_a_dry_run_knows_tools_too(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
+    say(monkeypatch, CALL)
+    function = {"name": "weather", "arguments": "{}"}
+    messages = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "12"},
+    ]
+    message = both(server, messages=messages, tools=[WEATHER])
+    assert message["tool_calls"] == [("weather", '{"city": "Köln"}')]
+
+
 def test_a_form_that_is_not_known_is_refused(
     thinker: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
