@@ -4,6 +4,7 @@ Each is plain ASGI around the application. A stream's events pass through what w
 only the request id does, at the cost of one call an event.
 """
 
+import asyncio
 import hmac
 import logging
 import time
@@ -28,7 +29,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 def gated(app: ASGIApp, options: ServerOptions) -> ASGIApp:
     """``app`` behind all gates that the options ask for."""
-    app = BodyLimit(app, options.max_body_size)
+    app = BodyLimit(app, options.max_body_size, options.request_timeout)
     if options.api_keys:
         app = KeyCheck(app, options.api_keys)
     if options.allowed_origins:
@@ -142,34 +143,51 @@ class KeyCheck:
 
 class BodyLimit:
     """Refuses a body above ``limit`` bytes: by its declared length, before any of it is read, or
-    while it comes in chunks."""
+    while it comes in chunks; and one that takes longer than ``timeout`` seconds to come."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, timeout: float | None = None) -> None:
         self._app = app
         self._limit = limit
+        self._timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             length = _header(scope, b"content-length")
             # Where both are given, the chunks say how long it is.
-            if _header(scope, b"transfer-encoding") is not None:
-                receive = self._counted(receive)
-            elif length is not None and _to_int(length) > self._limit:
+            chunked = _header(scope, b"transfer-encoding") is not None
+            if not chunked and length is not None and _to_int(length) > self._limit:
                 refusal = JSONResponse(error_object(self._message, 413), 413)
                 await refusal(scope, receive, send)
                 return
+            if chunked or self._timeout is not None:
+                receive = self._limited(receive)
         await self._app(scope, receive, send)
 
     @property
     def _message(self) -> str:
         return f"the body is larger than this server allows ({self._limit} bytes): send less"
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive) -> Receive:
         num_bytes = 0
+        complete = False
+        deadline = None
+        if self._timeout is not None:
+            deadline = asyncio.get_running_loop().time() + self._timeout
 
         async def receive_and_count() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, complete
+            if complete:  # what still comes is the client's end, at any time
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408,
+                    f"the rest of the body did not come within {self._timeout:g} seconds",
+                    {"connection": "close"},
+                ) from None
+            complete = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._limit:
                 # What still comes has no end that anybody knows.

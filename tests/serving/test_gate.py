@@ -242,6 +242,19 @@ def test_a_body_without_an_end_is_cut(gated: LiveServer) -> None:
     assert answer.startswith(b"HTTP/1.1 413")
 
 
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with live_server(ServerOptions(request_timeout=0.01)) as server:
+        for framing in ("Content-Length: 500\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n"):
+            with socket.create_connection(address(server)) as connection:
+                connection.sendall(f"{head}{framing}".encode())
+                answer = b""
+                while piece := connection.recv(4096):
+                    answer += piece
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b"0.01 seconds" in answer
+
+
 # --- options
 
 
