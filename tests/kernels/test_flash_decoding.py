@@ -108,6 +108,13 @@ def test_shapes_of_heads_and_blocks(shape: Shape) -> None:
     Step([70, 3, 1], shape).run(with_norm=True)
 
 
+@pytest.mark.parametrize("block_size", [64, 128, 256])
+@pytest.mark.parametrize("context", [64, 96, 128, 129, 161, 300])
+def test_blocks_as_large_as_a_piece(block_size: int, context: int) -> None:
+    """Pieces begin where a part of a block does: none may be left without keys."""
+    Step([context], Shape(num_heads=2, num_kv_heads=1, block_size=block_size)).run()
+
+
 def head_major(cache: Tensor) -> Tensor:
     """The same values where a head's keys of a block are one piece of memory, as on a GPU."""
     return cache.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,5 +1,7 @@
 """How programs find their piece of a decode step's contexts."""
 
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -163,3 +165,25 @@ def test_both_kernels_number_pieces_alike(query_lens: list[int] | None) -> None:
     for number, (row, index, count) in enumerate(found):
         rows = launch(rows_kernel, 2, 2, contexts, query_lens, 15, stride=row, query_limit=3)
         assert rows[1] == [number * 60 - index, count]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from mini_infer.kernels.triton.pieces import piece_kernel
+
+constants = dict(window=0, block_size=16, align=16, tile_keys=64, least_keys=64, single=False)
+types = dict(pieces="*i32", rows="*i32", seqlens_k="*i64", cu_seqlens_q="*i64", block_table="*i32")
+types |= dict.fromkeys(constants, "constexpr")
+signature = {name: types.get(name, "i32") for name in piece_kernel.arg_names}
+source = triton.compiler.ASTSource(piece_kernel, signature, constants)
+triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="other tests compile it there")
+def test_the_installed_triton_compiles_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions differ in what they can compile, which the interpreter does not show."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    compiled = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr[-2000:]

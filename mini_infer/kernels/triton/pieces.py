@@ -51,6 +51,7 @@ def piece_bounds(lowest, cached, index, count, align: tl.constexpr):
     begin below ``lowest``.
     """
     unit: tl.constexpr = align if align > 16 else 16
+    count = tl.maximum(count, 1)  # Triton 3.7 does not compile a division by what began as 0
     base = lowest // unit * unit
     units = tl.cdiv(cached - base, unit)
     start = base + units * index // count * unit

@@ -22,11 +22,7 @@ from mini_infer.kernels.triton.launch import (
     starts_early,
 )
 from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tile
-from mini_infer.kernels.triton.pieces import (
-    PIECE_FIELDS,
-    ROW_FIELDS,
-    piece_kernel,
-)
+from mini_infer.kernels.triton.pieces import PIECE_FIELDS, ROW_FIELDS, piece_kernel
 from mini_infer.kernels.triton.tiles import Tiles, fit
 
 LEAST_KEYS = 64
@@ -346,6 +342,7 @@ def cut_contexts(
         return False, *meta.pieces[key]
     num_rows, device = len(meta.query_lens), meta.seqlens_k.device
     programs = max(num_rows, plan.num_pieces)
+    align = key_alignment(block_size, plan.tiles.keys)
     pieces = torch.empty(programs, PIECE_FIELDS.value, dtype=torch.int32, device=device)
     rows = torch.empty(num_rows, ROW_FIELDS.value, dtype=torch.int32, device=device)
     piece_kernel[programs,](
@@ -360,9 +357,9 @@ def cut_contexts(
         meta.block_table.stride(0),
         window=window,
         block_size=block_size,
-        align=key_alignment(block_size, plan.tiles.keys),
+        align=align,
         tile_keys=plan.tiles.keys,
-        least_keys=LEAST_KEYS,
+        least_keys=max(LEAST_KEYS, align),  # so that no piece is left without keys
         single=single,
     )
     meta.pieces[key] = pieces, rows
