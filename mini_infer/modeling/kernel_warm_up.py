@@ -6,6 +6,7 @@ what they would launch (``kernels/triton/compile_ahead.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mini_infer.core.batch import ScheduledBatch
@@ -17,8 +18,9 @@ from mini_infer.modeling.memory_profile import largest_step, step_of_prompts
 if TYPE_CHECKING:
     from mini_infer.modeling.model_runner import ModelRunner
 
-SHORT_ROWS = (20, 3, 1)
-"""Tokens of the rows of a mixed step: one that is tiled, and two that are cut into pieces."""
+SMALL_STEPS = ((1,), (20, 3, 1), (20, 8, 1))
+"""Tokens of the rows of small steps. In mixed ones, the first row is tiled and the others are cut
+into pieces, of which the longer one sets the queries of a tile."""
 MIDDLE_PROMPTS = (256, 1024)
 """Tokens of prompts too short for attention to give each processor two programs: the shorter one is
 split. The largest step is neither."""
@@ -45,16 +47,15 @@ def rehearse(runner: ModelRunner) -> None:
     for batch in (
         largest_step(config),
         *(step_of_prompts(config, [length], SamplingParams()) for length in middle),
-        small_step(config, 1),
-        small_step(config, 3),
+        *(small_step(config, lengths) for lengths in SMALL_STEPS),
     ):
         runner.execute(batch).result()
     runner.caches = []
 
 
-def small_step(config: EngineConfig, num_rows: int) -> ScheduledBatch:
-    """A few short prompts, sampled plainly; or fewer, where limits are narrow."""
-    num_rows = min(num_rows, config.max_num_seqs, config.max_step_tokens)
+def small_step(config: EngineConfig, lengths: Sequence[int]) -> ScheduledBatch:
+    """Short prompts, sampled plainly; or fewer and shorter ones, where limits are narrow."""
+    num_rows = min(len(lengths), config.max_num_seqs, config.max_step_tokens)
     longest = min(config.max_step_tokens // num_rows, config.max_model_len - 1)
-    lengths = [min(length, longest) for length in SHORT_ROWS[-num_rows:]]
-    return step_of_prompts(config, lengths, SamplingParams())
+    fitting = [min(length, longest) for length in lengths[-num_rows:]]
+    return step_of_prompts(config, fitting, SamplingParams())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mini_infer.modeling.kernel_warm_up import compile_kernels, rehearse, small_step
+from mini_infer.modeling.kernel_warm_up import SMALL_STEPS, compile_kernels, rehearse, small_step
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from tests.runtime.fake_executor import make_config
@@ -21,11 +21,11 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_small_step_keeps_to_the_limits(limits: dict[str, Any], num_rows: int) -> None:
+@pytest.mark.parametrize("lengths", SMALL_STEPS)
+def test_a_small_step_keeps_to_the_limits(limits: dict[str, Any], lengths: tuple[int, ...]) -> None:
     config = make_config(**limits)
-    chunks = small_step(config, num_rows).chunks
-    assert 1 <= len(chunks) <= min(num_rows, config.max_num_seqs)
+    chunks = small_step(config, lengths).chunks
+    assert 1 <= len(chunks) <= min(len(lengths), config.max_num_seqs)
     assert sum(chunk.num_new_tokens for chunk in chunks) <= config.max_step_tokens
     for chunk in chunks:
         assert 1 <= chunk.num_new_tokens < config.max_model_len

@@ -151,7 +151,10 @@ and the first of them; then the blocks of the piece's last tile."""
 ROW_FIELDS = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["num_rows", "query_limit", "aim", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "query_limit", "aim", "table_stride"],
+    do_not_specialize_on_alignment=["cu_seqlens_q"],
+)
 def piece_kernel(
     pieces,
     rows,

@@ -52,7 +52,7 @@ def scale_head(x, scale, weight):
     return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rotary_and_write_kernel(
     qkv_ptr,
     rope_table,

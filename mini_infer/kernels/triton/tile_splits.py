@@ -57,7 +57,10 @@ def count_splits(start, end, num_splits, tile_keys: tl.constexpr):
     return tl.maximum(tl.minimum(tl.cdiv(end - start, tile_keys) // LEAST_TILES, num_splits), 1)
 
 
-@triton.jit(do_not_specialize=["query_limit", "num_rows", "num_splits"])
+@triton.jit(
+    do_not_specialize=["query_limit", "num_rows", "num_splits"],
+    do_not_specialize_on_alignment=["cu_seqlens_q"],
+)
 def join_splits_kernel(
     partial_ptr,
     log_sum_ptr,

@@ -30,7 +30,10 @@ from mini_infer.kernels.triton.tile_splits import (
 )
 
 
-@triton.jit(do_not_specialize=["table_stride", "query_limit", "num_rows", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["table_stride", "query_limit", "num_rows", "num_tokens"],
+    do_not_specialize_on_alignment=["cu_seqlens_q"],
+)
 def tiled_kernel(
     q_ptr,
     k_cache,
