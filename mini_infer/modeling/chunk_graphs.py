@@ -57,11 +57,12 @@ class ChunkGraphs:
         self._pool = pool
         rows = sorted({min(FEW_ROWS, config.max_num_seqs + 1), config.max_num_seqs + 1})
         longest = min(config.max_step_tokens, MAX_TOKENS)
+        # Not of one token: attention would take it for a decode, where no row is empty.
         self.shapes: list[Shape] = [
             (few, many)
             for many in (*(tokens for tokens in LADDER if tokens < longest), longest)
             for few in (rows if many <= SHORT_STEP else rows[-1:])
-            if many <= few * (config.max_model_len - 1)
+            if 1 < many <= few * (config.max_model_len - 1)
         ]
         self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}

@@ -118,8 +118,9 @@ def test_every_shape_is_one_that_steps_can_have(
         assert num_tokens <= num_rows * (max_model_len - 1)
 
 
-def test_limits_of_a_few_tokens_leave_no_graphs() -> None:
-    config = make_config(max_num_seqs=1, max_model_len=2)
+@pytest.mark.parametrize("limits", [{"max_model_len": 2}, {"max_num_batched_tokens": 1}], ids=str)
+def test_limits_of_a_few_tokens_leave_no_graphs(limits: dict[str, int]) -> None:
+    config = make_config(max_num_seqs=1, **limits)
     state = DeviceState(config, CPU)
     graphs = ChunkGraphs(config, None, [], state, torch.float32, None)  # type: ignore[arg-type]
     graphs.capture()

@@ -22,8 +22,7 @@ def paged_attention(
     """See ``reference.paged_attention``: ``q [T, H, D]`` -> ``[T, H, D]``, contiguous.
 
     Rows of up to ``SHORT_QUERY`` queries are split over their contexts, longer ones tiled; the
-    kernels of each leave the other's rows alone. The two caches must be
-    laid out alike.
+    kernels of each leave the other's rows alone. The two caches must be laid out alike.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     short = max((length for length in meta.query_lens if length <= SHORT_QUERY), default=0)

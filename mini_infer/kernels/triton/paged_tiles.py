@@ -7,7 +7,7 @@ MOST_LOOKUPS = tl.constexpr(8)
 
 
 def key_alignment(block_size: int, tile_keys: int) -> int:
-    """Where tiles must begin for ``key_slots``, in keys: blocks, or parts of one, fill a tile."""
+    """Where tiles must begin for ``key_blocks``, in keys: blocks, or parts of one, fill a tile."""
     unit = min(block_size, tile_keys)
     whole = (
         tile_keys % unit == 0 and block_size % unit == 0 and tile_keys // unit <= MOST_LOOKUPS.value

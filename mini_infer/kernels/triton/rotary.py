@@ -131,8 +131,7 @@ def rotary_and_write_kv(
 
     ``qkv [T, H + 2 Hkv, D]`` is the packed projection, contiguous within a token; ``qk_norm`` the
     weights ``[D]`` of the query and key norm and their epsilon, for Qwen3. The two caches must be
-    laid out alike. The same as ``rms_norm``, ``apply_rotary`` and ``write_kv``,
-    one after the other.
+    laid out alike. The same as ``rms_norm``, ``apply_rotary`` and ``write_kv`` in turn.
     """
     num_tokens, total_heads, head_dim = qkv.shape
     num_kv_heads = k_cache.shape[2]
