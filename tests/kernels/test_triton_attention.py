@@ -295,6 +295,11 @@ def test_programs_share_a_processor_where_there_are_enough() -> None:
     assert plan_tiles((16,), QWEN_06B, 2048)[0].rows == 64
 
 
+def test_sums_of_a_tile_fit_the_memory_of_a_turing_card() -> None:
+    tiles = plan_tiles((2048,), QWEN_7B, 2048, memory=64 * 1024)[0]
+    assert (tiles.rows, tiles.keys, tiles.num_warps) == (64, 32, 4)
+
+
 def plan_tiles(
     query_lens: tuple[int, ...], heads: dict[str, int], max_keys: int, memory: int = 227 * 1024
 ) -> Any:

@@ -21,6 +21,8 @@ LEAST_TILES = tl.constexpr(2)
 MOST_PROGRAMS = 4
 """Programs for each processor, at most, where tiles are split: idle ones are among them."""
 JOINED_SPLITS = 8
+WIDE_TILE_MEMORY = 96 * 1024
+"""Bytes of a program. Cards with less (Turing) pass a tile's sums through them, too, in float32."""
 
 
 @triton.jit
@@ -147,6 +149,7 @@ def plan_tiles(
     chunks = [length for length in query_lens if length > query_limit]
     head_bytes = head_dim * itemsize
     is_narrow = head_bytes > 512 or max(chunks) * group <= 64
+    is_narrow |= memory < WIDE_TILE_MEMORY and head_bytes > 128
     rows = max(64 if is_narrow else 128, power_of_two(group))
     num_warps, tile_tokens = 8 if rows >= 128 else 4, rows // group
     programs = num_kv_heads * sum(triton.cdiv(length, tile_tokens) for length in chunks)
