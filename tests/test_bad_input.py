@@ -195,6 +195,12 @@ def test_too_little_memory_for_the_weights(
     assert "GiB are free" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", [0, -16])
+def test_blocks_of_no_token(size: int, tiny_folder: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=f"block_size must be 1 or more, got {size}"):
+        LLM(str(tiny_folder), block_size=size, device="cpu")
+
+
 def test_a_context_beyond_the_models(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidConfigError, match=r"5000 exceeds the model's context of 128"):
         LLM(str(tiny_folder), max_model_len=5000)

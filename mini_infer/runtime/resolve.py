@@ -222,7 +222,7 @@ def _default_kv_memory(given: Mapping[str, Any], model_config: ModelConfig) -> i
     bytes_per_token = model_config.num_layers * model_config.kv_layout.bytes_per_token(
         4 if wide else 2
     )
-    block: int = given["block_size"]
+    block: int = max(given["block_size"], 1)  # EngineConfig refuses what is smaller
     longest = -(-given["max_model_len"] // block) * block
     demand: int = given["max_num_seqs"] * longest * bytes_per_token
     free = int(psutil.virtual_memory().available * KV_FRACTION)
