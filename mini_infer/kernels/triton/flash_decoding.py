@@ -26,7 +26,7 @@ from mini_infer.kernels.triton.paged_tiles import (
     key_alignment,
     key_blocks,
     known_blocks,
-    load_tile,
+    load_tiles,
 )
 from mini_infer.kernels.triton.pieces import PIECE_FIELDS, last_tile, seen_keys
 from mini_infer.kernels.triton.rotary import (
@@ -112,21 +112,8 @@ def decode_kernel(
         blocks = known_blocks(fields + 8, tile_keys, align)
     else:
         blocks = key_blocks(table, tail, end, block_size, tile_keys, align)
-    tail_k = load_tile(
+    tail_k, tail_v = load_tiles(
         k_head,
-        blocks,
-        block_stride,
-        token_stride,
-        tail,
-        end,
-        block_size,
-        align,
-        head_dim,
-        padded_dim,
-        tile_keys,
-        True,
-    )
-    tail_v = load_tile(
         v_head,
         blocks,
         block_stride,
@@ -189,21 +176,8 @@ def decode_kernel(
     for first_key in range(start, tail, tile_keys):
         # A tile ahead, so that the address of a key is known when its load is due.
         next_blocks = key_blocks(table, first_key + tile_keys, tail, block_size, tile_keys, align)
-        k = load_tile(
+        k, v = load_tiles(
             k_head,
-            blocks,
-            block_stride,
-            token_stride,
-            first_key,
-            end,
-            block_size,
-            align,
-            head_dim,
-            padded_dim,
-            tile_keys,
-            False,
-        )
-        v = load_tile(
             v_head,
             blocks,
             block_stride,

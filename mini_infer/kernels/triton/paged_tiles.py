@@ -81,6 +81,54 @@ def load_tile(
 
 
 @triton.jit
+def load_tiles(
+    k_head,
+    v_head,
+    blocks,
+    block_stride: tl.constexpr,
+    token_stride: tl.constexpr,
+    first_key,
+    end_key,
+    block_size: tl.constexpr,
+    align: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    tile_keys: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """The keys and the values of a tile: the two caches are laid out alike. See ``load_tile``."""
+    k = load_tile(
+        k_head,
+        blocks,
+        block_stride,
+        token_stride,
+        first_key,
+        end_key,
+        block_size,
+        align,
+        head_dim,
+        padded_dim,
+        tile_keys,
+        masked,
+    )
+    v = load_tile(
+        v_head,
+        blocks,
+        block_stride,
+        token_stride,
+        first_key,
+        end_key,
+        block_size,
+        align,
+        head_dim,
+        padded_dim,
+        tile_keys,
+        masked,
+    )
+    return k, v
+
+
+@triton.jit
 def attend_tile(acc, row_sum, row_max, q, k, v, visible, scale_log2, masked: tl.constexpr):
     """Adds a tile of keys and values ``k, v [N, D]`` to the running softmax of ``q [M, D]``.
 

@@ -21,7 +21,7 @@ from mini_infer.kernels.triton.launch import (
     shared_memory,
     starts_early,
 )
-from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tile
+from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tiles
 from mini_infer.kernels.triton.pieces import PIECE_FIELDS, ROW_FIELDS, piece_kernel
 from mini_infer.kernels.triton.tiles import Tiles, fit
 
@@ -144,21 +144,8 @@ def split_kernel(
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, end, tile_keys):
         next_blocks = key_blocks(table, first_key + tile_keys, end, block_size, tile_keys, align)
-        k = load_tile(
+        k, v = load_tiles(
             k_head,
-            blocks,
-            block_stride,
-            token_stride,
-            first_key,
-            end,
-            block_size,
-            align,
-            head_dim,
-            padded_dim,
-            tile_keys,
-            True,
-        )
-        v = load_tile(
             v_head,
             blocks,
             block_stride,

@@ -20,7 +20,7 @@ from mini_infer.kernels.triton.launch import (
     shared_memory,
     starts_early,
 )
-from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tile
+from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tiles
 from mini_infer.kernels.triton.tile_splits import (
     count_splits,
     join_splits,
@@ -125,21 +125,8 @@ def tiled_kernel(
     row_max = tl.full([tile_rows], float("-inf"), tl.float32)
     for first_key in range(start, seen_by_all, tile_keys):
         next_blocks = key_blocks(table, first_key + tile_keys, end, block_size, tile_keys, align)
-        k = load_tile(
+        k, v = load_tiles(
             k_head,
-            blocks,
-            block_stride,
-            token_stride,
-            first_key,
-            end,
-            block_size,
-            align,
-            head_dim,
-            padded_dim,
-            tile_keys,
-            False,
-        )
-        v = load_tile(
             v_head,
             blocks,
             block_stride,
@@ -157,21 +144,8 @@ def tiled_kernel(
         blocks = next_blocks
     for first_key in range(seen_by_all, end, tile_keys):
         next_blocks = key_blocks(table, first_key + tile_keys, end, block_size, tile_keys, align)
-        k = load_tile(
+        k, v = load_tiles(
             k_head,
-            blocks,
-            block_stride,
-            token_stride,
-            first_key,
-            end,
-            block_size,
-            align,
-            head_dim,
-            padded_dim,
-            tile_keys,
-            True,
-        )
-        v = load_tile(
             v_head,
             blocks,
             block_stride,
