@@ -66,15 +66,16 @@ def vector_kernel(
     for start in range(tile_k, size, tile_k):
         wanted = is_output
         present = is_row
+        scaled = True
         if size % tile_k != 0:  # else no mask depends on the loop, and several tiles are in flight
-            inside = k < size - start
-            wanted = is_output & inside
-            present = is_row & inside
+            scaled = k < size - start
+            wanted = is_output & scaled
+            present = is_row & scaled
         w = tl.load(weights + start, mask=wanted, other=0.0, eviction_policy="evict_first")
         x = tl.load(values + start, mask=present, other=0.0).to(tl.float32)
         if has_norm:
             squares += fold(x * x, tile_m, 1, tile_k)
-            x *= tl.load(norm_ptr + start + k, mask=k < size - start, other=0.0).to(tl.float32)
+            x *= tl.load(norm_ptr + start + k, mask=scaled, other=0.0).to(tl.float32)
         acc += fold(x * w.to(tl.float32), tile_m, lines, tile_k)
     out = tl.sum(acc, 2)
     if has_norm:
