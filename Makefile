@@ -78,6 +78,6 @@ $(VENV)/.serve: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) install --quiet -c constraints.txt -e ".[serve,dev]"
+	$(PIP) install --quiet -c constraints.txt -e ".[serve,dev,clients]"
 	$(BIN)/python -m compileall -q mini_infer
 	@touch $@ $(VENV)/.serve

@@ -249,10 +249,18 @@ def describe(
             "depth": config.depth,
             "attention": config.attention_backend,
         },
+        **describe_run(arguments, config.device),
+        "machine": _machine(config.device) | {"torch_threads": arguments.threads},
+    }
+
+
+def describe_run(arguments: argparse.Namespace, device: str = "cpu") -> dict[str, Any]:
+    """The part of the description that has nothing to do with a model."""
+    return {
         "repeats": arguments.repeats,
         "seed": arguments.seed,
         "quick": arguments.quick,
-        "machine": _machine(config.device) | {"torch_threads": arguments.threads},
+        "machine": _machine(device),
         "versions": _versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

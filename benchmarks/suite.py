@@ -20,6 +20,7 @@ BENCHMARKS = (
     "dtype_agreement",
     "host_overhead",
     "vs_huggingface",
+    "serving_load",
 )
 
 GPU_BENCHMARKS = (

@@ -17,7 +17,7 @@ from mini_infer.cli.main import COMMANDS
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-REQUIREMENTS = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["dev"]]
+REQUIREMENTS = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["dev"], *EXTRAS["clients"]]
 
 BROUGHT_ALONG = {
     "starlette": "fastapi",
@@ -25,6 +25,7 @@ BROUGHT_ALONG = {
     "anyio": "fastapi",
     "triton": "torch",
     "opentelemetry": "opentelemetry-sdk",
+    "langchain_core": "langchain-openai",
 }
 """Packages that are part of how another one is used, by their name in an import."""
 
@@ -43,7 +44,7 @@ def test_every_requirement_has_a_tested_version_that_it_allows(text: str) -> Non
 
 def test_what_is_imported_is_required() -> None:
     """The package imports what it or an extra for users requires; tests may use ``dev`` as well."""
-    for_users = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["otel"]]
+    for_users = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["otel"], *EXTRAS["bench"]]
     ours = {"mini_infer", "tests", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))}
     for folder, requirements in (
         ("mini_infer", for_users),
