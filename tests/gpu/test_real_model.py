@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from mini_infer import LLM, SamplingParams
+from mini_infer.core.errors import ModelNotFoundError
 from mini_infer.core.outputs import RequestOutput
+from mini_infer.modeling.pull import pull
 from tests.real_prompts import PROMPTS
 
 pytestmark = pytest.mark.real_model
@@ -21,6 +23,16 @@ def generate(folder: Path, device: str, dtype: str) -> list[RequestOutput]:
     )
     with LLM(str(folder), device=device, dtype=dtype, **OPTIONS) as llm:
         return llm.generate(PROMPTS, params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def real_model_folder() -> Path:
+    """The model, which a machine without a network may lack: nothing else here depends on it."""
+    pytest.importorskip("gguf", reason="without the package gguf the model can't be converted")
+    try:
+        return pull("smollm2-135m")
+    except ModelNotFoundError as error:
+        pytest.skip(f"the model is not on this machine: {error}")
 
 
 @pytest.fixture(scope="module")
