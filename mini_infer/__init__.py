@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LLMEngine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LLMEngine", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
     from mini_infer.core.sampling_params import SamplingParams
+    from mini_infer.core.structured_outputs import StructuredOutputsParams
     from mini_infer.runtime.engine import LLMEngine
     from mini_infer.runtime.llm import LLM
 
@@ -17,6 +18,7 @@ def __getattr__(name: str) -> Any:
         "LLM": "mini_infer.runtime.llm",
         "LLMEngine": "mini_infer.runtime.engine",
         "SamplingParams": "mini_infer.core.sampling_params",
+        "StructuredOutputsParams": "mini_infer.core.structured_outputs",
     }
     if name not in homes:
         raise AttributeError(f"module 'mini_infer' has no attribute {name!r}")

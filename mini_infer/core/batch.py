@@ -50,6 +50,9 @@ class ScheduledBatch:
     step_id: int
     chunks: tuple[Chunk, ...]
     admissions: tuple[Admission, ...] = ()
+    masked: tuple[int, ...] = ()
+    """Chunks that sample under a grammar, ascending. Such a step is submitted without its masks,
+    and samples nothing before ``StepHandle.sample`` brings them."""
 
     @property
     def num_tokens(self) -> int:

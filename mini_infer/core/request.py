@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
 from mini_infer.core.outputs import FinishReason, TokenLogprobs
 from mini_infer.core.sampling_params import SamplingParams
@@ -18,6 +19,17 @@ class RequestState(Enum):
     DECODING = auto()
     PREEMPTED = auto()
     FINISHED = auto()
+
+
+class OutputGrammar(Protocol):
+    """Where an output is in the grammar that it is held to."""
+
+    def accept(self, token_id: int) -> str | None:
+        """Moves on by one token; says why where that is not possible."""
+
+    @property
+    def complete(self) -> bool:
+        """True when no further text can follow."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +63,8 @@ class Request:
     cache_salt: str = ""
     told_at_end: bool = False
     """Nobody reads its tokens before it ends: it gets one ``RequestUpdate``, with all of them."""
+    grammar: OutputGrammar | None = None
+    """Stands behind the known tokens, also while the request is preempted."""
 
     stop_token_ids: frozenset[int] = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)

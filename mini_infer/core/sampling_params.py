@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mini_infer.core.errors import InvalidRequestError
+from mini_infer.core.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -61,6 +62,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens; -1: as many as leave room for the output."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output is held to. Tokens that would leave it are masked before all else,
+    so log-probabilities are those of what is allowed; the request ends where its form does."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -136,6 +140,12 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"{name} must be True or False, got {getattr(self, name)!r:.80}", name
                 )
+        held = self.structured_outputs
+        if held is not None and not isinstance(held, StructuredOutputsParams):
+            raise InvalidRequestError(
+                f"structured_outputs must be StructuredOutputsParams, got {held!r:.80}",
+                "structured_outputs",
+            )
         for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int)):
             for item in getattr(self, name):
                 if isinstance(item, bool) or not isinstance(item, kind):
@@ -178,6 +188,11 @@ class SamplingParams:
             "allowed_token_ids",
             "None or hold a token id",
         )
+        if self.allowed_token_ids is not None and self.structured_outputs is not None:
+            raise InvalidRequestError(
+                "allowed_token_ids and structured_outputs could leave no token: give one of them",
+                "allowed_token_ids",
+            )
         if self.seed is not None:
             require(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         for token_id, bias in self.logit_bias.items():

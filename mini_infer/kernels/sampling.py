@@ -145,6 +145,19 @@ def penalize_(
     return logits.scatter_(1, tokens, new)
 
 
+def mask_(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """Sets what grammars do not allow to -inf, in place in the ``rows [M]`` of ``logits [R, V]``.
+
+    ``masks [M, ceil(V / 32)]`` int32 are the tokens allowed: ``t`` is bit ``t % 32`` of word
+    ``t // 32``. The layout is xgrammar's and llguidance's.
+    """
+    bits = torch.arange(8, device=logits.device, dtype=torch.uint8)
+    of_byte = torch.arange(256, device=logits.device, dtype=torch.uint8)[:, None] >> bits & 1
+    allowed = of_byte.bool()[masks.view(torch.uint8).int()]  # [M, bytes, 8]
+    forbidden = ~allowed.flatten(1)[:, : logits.shape[-1]]
+    return logits.index_copy_(0, rows, logits[rows].masked_fill_(forbidden, NEG_INF))
+
+
 def ban_(logits: Tensor, token_ids: Tensor, active: Tensor) -> Tensor:
     """Sets ``token_ids [R, W]`` to -inf in place where ``active [R, W]``.
 

@@ -105,6 +105,15 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
     return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
 
+def mask_(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """See ``sampling.mask_``."""
+    if _runs_kernels(logits):
+        from mini_infer.kernels.triton.token_masks import mask_ as on_gpu
+
+        return on_gpu(logits, rows, masks)
+    return sampling.mask_(logits, rows, masks)
+
+
 def _runs_kernels(logits: Tensor) -> bool:
     return logits.is_cuda and ops.gpu_kernels() is not None
 

@@ -142,6 +142,23 @@ class LocalStep:
         )
 
 
+class MaskedStep:
+    """A step that was launched but for its sampling, until its masks are known."""
+
+    def __init__(self, go_on: Callable[[bytearray], LocalStep]) -> None:
+        self._go_on = go_on
+        self._step: LocalStep | None = None
+
+    def sample(self, masks: bytearray) -> None:
+        """Launches the rest, under a row of bits for each masked chunk."""
+        self._step = self._go_on(masks)
+
+    def result(self) -> StepOutput:
+        """See ``LocalStep.result``."""
+        assert self._step is not None, "its masks come first"
+        return self._step.result()
+
+
 def _on_host(columns: TokenLogprobTensors) -> TokenLogprobTensors:
     return TokenLogprobTensors(
         to_host(columns.logprobs),

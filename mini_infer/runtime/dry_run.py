@@ -6,7 +6,7 @@ says depends on prompt, seed and position alone: not on the batch, chunking or p
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
@@ -130,6 +130,27 @@ class SlotState:
         return banned
 
 
+class MaskedDryStep:
+    """A step handle of a batch with masked chunks: it samples once their masks are known."""
+
+    def __init__(self, executor: "DryRunExecutor", batch: ScheduledBatch) -> None:
+        self._executor, self._batch = executor, batch
+        self._output: StepOutput | None = None
+
+    def sample(self, masks: bytearray) -> None:
+        """``masks`` has a row of bits for each masked chunk."""
+        row_bytes = len(masks) // len(self._batch.masked)
+        rows = {
+            index: masks[row * row_bytes : (row + 1) * row_bytes]
+            for row, index in enumerate(self._batch.masked)
+        }
+        self._output = self._executor.run(self._batch, rows)
+
+    def result(self) -> StepOutput:
+        assert self._output is not None, "its masks come first"
+        return self._output
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
     """A step handle whose result is known already."""
@@ -169,22 +190,30 @@ class DryRunExecutor:
             )
         return config.kv_cache_memory // block_bytes
 
-    def submit(self, batch: ScheduledBatch) -> FinishedStep:
+    def submit(self, batch: ScheduledBatch) -> FinishedStep | MaskedDryStep:
         for admission in batch.admissions:
             self._slots[admission.slot] = SlotState.admit(admission)
-        samples = [self._sample(chunk) for chunk in batch.chunks]
-        return FinishedStep(
-            StepOutput(
-                token_ids=tuple(token_ids for token_ids, _ in samples),
-                logprobs=tuple(logprobs for _, logprobs in samples),
-                prompt_logprobs=tuple(self._prompt_logprobs(chunk) for chunk in batch.chunks),
-            )
+        if batch.masked:
+            return MaskedDryStep(self, batch)
+        return FinishedStep(self.run(batch, {}))
+
+    def run(self, batch: ScheduledBatch, masks: Mapping[int, bytearray]) -> StepOutput:
+        """The output of a step; ``masks``, by chunk, tell which tokens a grammar allows."""
+        samples = [
+            self._sample(chunk, masks.get(index)) for index, chunk in enumerate(batch.chunks)
+        ]
+        return StepOutput(
+            token_ids=tuple(token_ids for token_ids, _ in samples),
+            logprobs=tuple(logprobs for _, logprobs in samples),
+            prompt_logprobs=tuple(self._prompt_logprobs(chunk) for chunk in batch.chunks),
         )
 
     def shutdown(self) -> None:
         self._slots.clear()
 
-    def _sample(self, chunk: Chunk) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+    def _sample(
+        self, chunk: Chunk, mask: bytearray | None
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         if not chunk.samples:
             return (), ()
         slot = self._slots[chunk.slot]
@@ -194,9 +223,14 @@ class DryRunExecutor:
         banned = slot.forbidden(position)
         token_id = scripted
         logprobs: tuple[TokenLogprobs, ...] = ()
-        constrained = scripted in banned or params.logit_bias or params.allowed_token_ids
+        constrained = mask or scripted in banned or params.logit_bias or params.allowed_token_ids
         if constrained or params.logprobs is not None:
             logits = self._logits(slot.script.key, position, scripted)
+            if mask is not None:
+                logits = [
+                    value if mask[token_id >> 3] >> (token_id & 7) & 1 else -math.inf
+                    for token_id, value in enumerate(logits)
+                ]
             token_id = self._likeliest(logits, slot, banned)
             if params.logprobs is not None:
                 logprobs = (token_logprobs(logits, token_id, params.logprobs),)

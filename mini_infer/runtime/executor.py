@@ -1,6 +1,6 @@
 """Where steps run. One protocol; in-process here, other processes and hosts behind the same one."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.outputs import StepOutput
@@ -11,6 +11,19 @@ class StepHandle(Protocol):
 
     def result(self) -> StepOutput:
         """Waits for the step; raises whatever made it fail."""
+        ...
+
+
+@runtime_checkable
+class MaskedStepHandle(StepHandle, Protocol):
+    """A step whose batch has ``masked`` chunks: it is computed but for its sampling."""
+
+    def sample(self, masks: bytearray) -> None:
+        """Samples. Called once, before ``result`` and before the next step is submitted.
+
+        ``masks`` holds a row of bits for each masked chunk (``grammar.fill_masks``): the tokens
+        that it may sample. They come late so that they are filled while a device is busy.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import InvalidRequestError, PromptTooLongError
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import MAX_TOKENS_PER_BAD_WORD, SamplingParams
+from mini_infer.runtime.grammar_compiler import GrammarCompiler
 from mini_infer.runtime.tokenizer import Tokenizer
 from mini_infer.runtime.unicode_text import utf8_bytes
 
@@ -38,7 +39,14 @@ class InputProcessor:
     A config whose ``num_kv_blocks`` is still None leaves the KV pool out of the checks.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """``grammars`` are those of the engine, where that is in this process."""
+        self._grammars = grammars or GrammarCompiler(config, tokenizer)
         self._max_model_len = config.max_model_len
         blocks = config.num_kv_blocks
         self._pool = None if blocks is None else blocks * config.block_size
@@ -67,8 +75,8 @@ class InputProcessor:
         ``stream`` no delta comes before a choice ends, which spares their making.
 
         Raises:
-            InvalidRequestError: empty prompt, a token id outside the vocabulary, or a priority or
-                salt of the wrong kind.
+            InvalidRequestError: empty prompt, a token id outside the vocabulary, a priority or
+                salt of the wrong kind, or a form of output that is invalid or not supported.
             PromptTooLongError: prompt, or prompt and ``max_tokens``, exceed the context or the
                 KV pool.
         """
@@ -93,6 +101,8 @@ class InputProcessor:
         self._check_allowed(params.allowed_token_ids or ())
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         bad_words = self._bad_words(params.bad_words)
+        if params.structured_outputs is not None:
+            self._grammars.check(params.structured_outputs)
         seed = self._seeds.getrandbits(SEED_BITS) if params.seed is None else params.seed
         requests = [
             Request(
