@@ -29,6 +29,14 @@ def gpu_kernels() -> ModuleType | None:
     return triton
 
 
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """See ``reference.embedding``."""
+    if table.is_cuda and (kernels := gpu_kernels()):
+        result: Tensor = kernels.embedding(token_ids, table)
+        return result
+    return reference.embedding(token_ids, table)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
     if x.dtype == torch.float32 and x.is_cpu:

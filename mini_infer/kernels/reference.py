@@ -11,6 +11,11 @@ QKNorm = tuple[Tensor, Tensor, float]
 """Weights ``[D]`` of the norms of query and key heads (arXiv 2302.05442), and their epsilon."""
 
 
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of ``table [V, hidden]``: ``token_ids [T] -> [T, hidden]``."""
+    return torch.nn.functional.embedding(token_ids, table)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (arXiv 1910.07467), in float32."""
     x32 = x.float()

@@ -128,7 +128,7 @@ class Embedding(Layer):
         self.weight = _empty(vocab_size, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows = nn.functional.embedding(token_ids, self.weight)
+        rows = ops.embedding(token_ids, self.weight)
         return rows.to(activation_dtype(self.weight))
 
 

@@ -10,6 +10,7 @@ from tests.kernels.triton_device import DEVICE
 
 pytest.importorskip("triton")
 activation = pytest.importorskip("mini_infer.kernels.triton.activation")
+embedding = pytest.importorskip("mini_infer.kernels.triton.embedding")
 norm = pytest.importorskip("mini_infer.kernels.triton.norm")
 rotary = pytest.importorskip("mini_infer.kernels.triton.rotary")
 
@@ -25,6 +26,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def assert_near(out: Tensor, exact: Tensor) -> None:
     error = (out.double() - exact).norm() / exact.norm()
     assert error < TOLERANCE[out.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 5000])
+def test_embedding(size: int, dtype: torch.dtype) -> None:
+    table, token_ids = random(7, size, dtype=dtype), torch.tensor([6, 0, 3, 3], device=DEVICE)
+    out = embedding.embedding(token_ids, table)
+    assert torch.equal(out, reference.embedding(token_ids, table))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

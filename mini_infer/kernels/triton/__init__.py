@@ -8,6 +8,7 @@ Each function has the arguments of its namesake in ``mini_infer.kernels.referenc
 from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
 from mini_infer.kernels.triton.decode_inputs import decode_inputs
+from mini_infer.kernels.triton.embedding import embedding
 from mini_infer.kernels.triton.flash_decoding import decode_attention
 from mini_infer.kernels.triton.logprobs import token_logprobs
 from mini_infer.kernels.triton.norm import rms_norm
@@ -20,6 +21,7 @@ __all__ = [
     "decode_attention",
     "decode_inputs",
     "draw",
+    "embedding",
     "gated_linear",
     "is_skinny",
     "linear",
