@@ -23,6 +23,7 @@ from harness import (
     open_engine,
     parse,
     positive,
+    require_gpu,
     run,
 )
 from limits import ModelCost, workload_seconds
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.set_defaults(load_format="dummy", model=bundled_model("qwen2.5-1.5b"))
     parser.add_argument("--shrink", type=positive, default=1, help="divide the lengths")
     arguments = parse(parser, argv, shrink=8)
+    require_gpu(arguments.device)
     card = measure_card(arguments.device)
     seconds: dict[tuple[bool, int], list[float]] = {}
     report = Report("cuda_graphs", "time per token of one request", {})

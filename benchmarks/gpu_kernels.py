@@ -8,7 +8,6 @@ import datetime
 import functools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from harness import format_table, positive
+from harness import format_table, positive, require_gpu, run
 from torch import Tensor
 from torch.nn import functional
 
@@ -250,8 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=positive, default=9, help="medians are over these")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark measures a GPU, and torch sees none")
+    require_gpu()
     timer = Timer(arguments.repeats)
     bandwidth, rate = read_bandwidth(timer), matrix_rate(timer)
     tables = {
@@ -278,4 +276,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

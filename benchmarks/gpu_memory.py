@@ -9,7 +9,6 @@ asked for. A run that comes to its end has not run out of memory.
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Sequence
 
@@ -24,6 +23,7 @@ from harness import (
     open_engine,
     parse,
     positive,
+    require_gpu,
     run,
 )
 
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--their-tokens", type=positive, default=8000, help="of each one's prompt")
     parser.add_argument("--utilization", type=float, default=UTILIZATION)
     arguments = parse(parser, argv, prompt_tokens=64, output_tokens=4, their_tokens=512)
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark measures a GPU's memory, and torch sees no GPU")
+    require_gpu()
     memory = DeviceMemory()
     num_ended = 0
     with open_engine(

@@ -6,7 +6,6 @@ python benchmarks/gpu_products.py --output result.json
 import argparse
 import datetime
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from gpu_kernels import COLD_BYTES, Timer, random, read_bandwidth
-from harness import format_table, positive
+from harness import format_table, positive, require_gpu, run
 from torch import Tensor
 from torch.nn import functional
 
@@ -193,8 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=positive, default=3, help="medians are over these")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark measures a GPU, and torch sees none")
+    require_gpu()
     timer = Timer(arguments.repeats)
     bandwidth = read_bandwidth(timer)
     tables: dict[str, list[dict[str, Any]]] = {"products of a step": [], "products": []}
@@ -219,4 +217,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

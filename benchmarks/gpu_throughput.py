@@ -49,6 +49,7 @@ from harness import (
     open_engine,
     parse,
     positive,
+    require_gpu,
     run,
     trace,
 )
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=540, help="seconds; then no new workload")
     parser.add_argument("--no-hugging-face", action="store_true", help="leave that peer out")
     arguments = parse(parser, argv, shrink=8, first_tokens=2)
+    require_gpu(arguments.device)
     card = measure_card(arguments.device)
     print(f"{card.name}: {card.summary}", flush=True)
     report = Report("gpu_throughput", "one model on one GPU", {})

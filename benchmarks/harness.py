@@ -21,7 +21,7 @@ import psutil
 
 from mini_infer import LLM
 from mini_infer.core.engine_config import DEFAULT_MODEL, EngineConfig
-from mini_infer.core.errors import MiniInferError
+from mini_infer.core.errors import InvalidConfigError, MiniInferError
 
 if TYPE_CHECKING:
     from step_profiler import StepProfiler
@@ -104,6 +104,20 @@ def parse(
 
     torch.set_num_threads(arguments.threads)
     return arguments
+
+
+def require_gpu(device: str | None = None) -> None:
+    """For benchmarks whose figures mean nothing without a GPU. One that can also run on a CPU gives
+    its ``--device``: who asks for that one may see that it works.
+
+    Raises:
+        InvalidConfigError: there is no GPU.
+    """
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        hint = "" if device is None else "; --device cpu --quick shows only that it works"
+        raise InvalidConfigError(f"this benchmark measures a GPU, and torch sees none{hint}")
 
 
 def num_cores() -> int:

@@ -105,11 +105,12 @@ def start_process(model: str, options: dict[str, Any], compiled: str) -> dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from harness import Bar, Report, describe, make_parser, median, parse
+    from harness import Bar, Report, describe, make_parser, median, parse, require_gpu
 
     parser = make_parser(__doc__, repeats=2)
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="of a cold start")
     arguments = parse(parser, argv)
+    require_gpu()
     shared = {name: getattr(arguments, name) for name in ("dtype", "load_format")}
     options = shared | {"seed": arguments.seed} | dict(arguments.engine)
     starts: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}

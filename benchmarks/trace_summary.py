@@ -7,6 +7,7 @@ own. So they sum to the whole, also where programmatic dependent launch lets ker
 """
 
 import argparse
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--top", type=positive, default=20, help="lines of each table")
     arguments = parser.parse_args(argv)
     for path in arguments.trace:
+        try:
+            trace = Trace.load(path)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            parser.error(f"{path} is no trace that can be read: {error}")
         print(f"== {path}")
-        print("\n\n".join(summarise(Trace.load(path), arguments.top)))
+        print("\n\n".join(summarise(trace, arguments.top)))
 
 
 def summarise(trace: Trace, top: int) -> list[str]:

@@ -20,6 +20,7 @@ def _known_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, *options: object) -> dict[str, Any]:
     output = folder / "result.json"
     shared = ["--model", folder, "--threads", 1, "--output", output, "--dtype", "float32"]
+    shared += ["--device", "cpu"]
     shared += ["--engine", "max_model_len=256", "--repeats", 1]
     gpu_throughput.main([str(option) for option in [*shared, *options]])
     result: dict[str, Any] = json.loads(output.read_text())

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import startup_gpu
 
@@ -28,6 +29,7 @@ def test_phases_are_medians_of_cold_and_warm_starts(
         }
 
     monkeypatch.setattr(startup_gpu, "start_process", fake)
+    monkeypatch.setattr(harness, "require_gpu", lambda: None)
     output = tmp_path / "result.json"
     options = ["--model", model_folder, "--load-format", "dummy", "--threads", 1]
     options += ["--repeats", repeats, "--output", output, "--limit", 10]
