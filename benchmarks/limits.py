@@ -2,7 +2,8 @@
 
 A step reads every weight once and the keys and values of every request in it, and multiplies each
 token with the weights; it takes at least as long as the slower of the two (the roofline model,
-Williams et al. 2009). A workload is its prompts as one step and then one step per output token.
+Williams et al. 2009). In the last block, tokens whose logits nobody wants meet the projections of
+keys and values only. A workload is its prompts as one step and then one step per output token.
 Mixing prompts' arithmetic with decodes' reading could in theory beat this sum; no engine here does.
 """
 
@@ -37,7 +38,10 @@ class ModelCost:
     """What a token costs in one model."""
 
     layer_parameters: int
-    """Of the matrices that every token is multiplied with."""
+    """Of the matrices between the embedding and the head."""
+    last_token_parameters: int
+    """Of these, what only tokens meet whose logits are wanted: the last block makes no more than
+    keys and values of the others."""
     head_parameters: int
     """Of ``lm_head``: one row of it a request, not a token."""
     kv_values_per_token: int
@@ -54,6 +58,7 @@ class ModelCost:
         mlp = 3 * hidden * config.intermediate_size
         return cls(
             layer_parameters=config.num_layers * (attention + mlp),
+            last_token_parameters=2 * hidden * heads + mlp,
             head_parameters=hidden * config.vocab_size,
             kv_values_per_token=config.num_layers * config.kv_layout.bytes_per_token(1),
             flops_per_pair=4 * heads * config.num_layers,
@@ -73,7 +78,8 @@ def step_seconds(card: Card, cost: ModelCost, rows: int, tokens: int, pairs: int
     keys and values are read or written.
     """
     num_bytes = cost.weight_bytes + kv * cost.kv_values_per_token * cost.bytes_per_value
-    flops = 2 * (tokens * cost.layer_parameters + rows * cost.head_parameters)
+    flops = 2 * tokens * (cost.layer_parameters - cost.last_token_parameters)
+    flops += 2 * rows * (cost.last_token_parameters + cost.head_parameters)
     flops += pairs * cost.flops_per_pair
     return max(num_bytes / card.bytes_per_second, flops / card.flops_per_second)
 

@@ -36,6 +36,10 @@ class AttentionMetadata:
     )
     """How kernels on a GPU cut the contexts; found by a step's first layer, for all of them."""
 
+    def last_tokens(self) -> Tensor:
+        """``[R]``: which of the step's tokens is each row's last."""
+        return self.cu_seqlens_q[1:] - 1
+
     def row_groups(self, block_size: int) -> list[RowGroup]:
         """Rows that a CPU attends together; found once a step, shared by its layers."""
         if not self._groups:

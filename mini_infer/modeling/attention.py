@@ -67,11 +67,20 @@ class GroupedQueryAttention(Layer):
         self.attention = PagedAttention(config, layer)
 
     def add_to(
-        self, residual: Tensor, norm: RMSNorm, rope: Rope, cache: KVCache, meta: AttentionMetadata
+        self,
+        residual: Tensor,
+        norm: RMSNorm,
+        rope: Rope,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """``residual [T, hidden] + attention(norm(residual))``, in place."""
+        """``residual [T, hidden] + attention(norm(residual))``, in place; or, of the tokens
+        ``wanted [W]`` only, a new ``[W, hidden]``."""
         qkv = self.qkv_proj(residual, norm)
         out = self.attention(qkv, rope, cache, meta, self._qk_norm())
+        if wanted is not None:
+            residual, out = residual.index_select(0, wanted), out.index_select(0, wanted)
         return self.o_proj.add_to(residual, out)
 
     def _qk_norm(self) -> QKNorm | None:

@@ -52,16 +52,20 @@ class CausalLM(nn.Module, ABC):
         positions: Tensor,
         caches: Sequence[KVCache],
         meta: AttentionMetadata,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Computes the step's tokens and writes their keys and values into ``caches``.
 
-        ``token_ids, positions [T]`` int64 -> the residual stream ``[T, hidden]``.
+        ``token_ids, positions [T]`` int64 -> the residual stream ``[T, hidden]``; or that of the
+        tokens ``wanted [W]`` only, ``[W, hidden]``. A prompt wants its last one: no later layer
+        reads what the last block makes of the others, so that is not computed.
         """
         x: Tensor = self.embed_tokens(token_ids)
         rope = self.rotary(positions)
+        last = len(self.layers) - 1
         for depth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             with layer_range(depth):
-                x = layer(x, rope, cache, meta)
+                x = layer(x, rope, cache, meta, wanted if depth == last else None)
         return x
 
     def compute_logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -67,9 +67,8 @@ class ChunkGraphs:
         self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         # One for all graphs: each would keep its own output.
-        most = max((tokens for _, tokens in self.shapes), default=0)
         self._hidden = torch.empty(
-            most, config.model_config.hidden_size, dtype=dtype, device=state.device
+            rows[-1], config.model_config.hidden_size, dtype=dtype, device=state.device
         )
         self._launch_seconds = 0.0
         self._replay_seconds: dict[Shape, float] = {}
@@ -98,7 +97,8 @@ class ChunkGraphs:
                 self._rehearse(shape)
 
     def run(self, layout: StepLayout) -> Tensor | None:
-        """The residual stream ``[T, hidden]`` of a step, or None where no graph would be faster.
+        """The residual stream ``[R, hidden]`` of each chunk's last token, or None where no graph
+        would be faster.
 
         The next step overwrites it.
         """
@@ -108,7 +108,7 @@ class ChunkGraphs:
             return None
         self._write_inputs(shape, layout)
         self._graphs[shape].replay()
-        return self._hidden[:num_tokens]
+        return self._hidden[: layout.num_rows]
 
     def _shape_for(self, num_rows: int, num_tokens: int) -> Shape | None:
         for rows, tokens in self.shapes:
@@ -169,7 +169,7 @@ class ChunkGraphs:
             context_lens=(config.max_model_len,) * num_rows,
             backend=config.attention_backend,
         )
-        hidden: Tensor = self._model(token_ids, positions, self._caches, meta)
+        hidden: Tensor = self._model(token_ids, positions, self._caches, meta, meta.last_tokens())
         return hidden
 
 

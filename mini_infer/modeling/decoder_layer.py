@@ -20,7 +20,18 @@ class DecoderLayer(Layer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, rope: Rope, cache: KVCache, meta: AttentionMetadata) -> Tensor:
-        """``x [T, hidden]``, the residual stream, after this block; x itself is overwritten."""
-        x = self.self_attn.add_to(x, self.input_layernorm, rope, cache, meta)
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """``x [T, hidden]``, the residual stream, after this block; x itself is overwritten.
+
+        Of the tokens ``wanted [W]``, where given, it returns ``[W, hidden]``, and of the others it
+        computes no more than their keys and values.
+        """
+        x = self.self_attn.add_to(x, self.input_layernorm, rope, cache, meta, wanted)
         return self.mlp.add_to(x, self.post_attention_layernorm)

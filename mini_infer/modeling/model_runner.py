@@ -10,17 +10,18 @@ from mini_infer.kernels import ops
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.cuda_graphs import DecodeGraphs
-from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.device_state import DeviceState, StepInputs
 from mini_infer.modeling.kv_memory import allocate_kv_cache, num_blocks_that_fit
 from mini_infer.modeling.layers import activation_dtype
 from mini_infer.modeling.load import load_model
 from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
-from mini_infer.modeling.sampler import Sampler, SampleResult
+from mini_infer.modeling.sampler import Sampler, SampleResult, mask_
 from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.step_result import (
     LocalStep,
+    MaskedStep,
     PromptRows,
     compute_prompt_rows,
     device_failures,
@@ -77,8 +78,9 @@ class ModelRunner:
         return DecodeGraphs(*where, self.dtype, pool), ChunkGraphs(*where, self.dtype, pool)
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> LocalStep:
-        """Runs one step; on a GPU returns before it is done.
+    def execute(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
+        """Runs one step, one with masked chunks up to its sampling; on a GPU returns before it is
+        done.
 
         Raises:
             EngineDeadError: the device failed for good.
@@ -88,12 +90,23 @@ class ModelRunner:
             layout = StepLayout.of(batch)
             if self._graphs is not None and layout.is_decode:
                 return self._replay(self._graphs, batch, layout)
-            x = self._forward(layout)
-            prompt_rows = self._prompt_rows(batch, layout, x)
+            prompt_rows: list[PromptRows] = []
+            if self.state.any_prompt_logprobs(batch):
+                x = self._all_tokens(layout)
+                prompt_rows = compute_prompt_rows(
+                    batch, layout.first_rows, x, self.model.compute_logits, self.state
+                )
+                x = x.index_select(0, to_device(layout.last_tokens, self.device))
+            else:
+                x = self._last_tokens(layout)
             result = None
             if layout.sampled:
-                rows = to_device(layout.sampled_rows, self.device)
-                logits = self.model.compute_logits(x.index_select(0, rows))
+                if len(layout.sampled) < layout.num_rows:
+                    rows = np.array(layout.sampled, dtype=np.int64)
+                    x = x.index_select(0, to_device(rows, self.device))
+                logits = self.model.compute_logits(x)
+                if batch.masked:
+                    return self._masked_step(batch, layout, logits, prompt_rows)
                 result = self._sample(logits, layout.sampling_slots, layout.sampling_positions)
             return LocalStep(batch, self.state.params_by_slot, result, prompt_rows, self.device)
 
@@ -115,35 +128,61 @@ class ModelRunner:
             and ops.gpu_kernels() is not None
         )
 
-    def _forward(self, layout: StepLayout) -> Tensor:
-        """The residual stream ``[T, hidden]`` of a step that is not a plain decode."""
+    def _last_tokens(self, layout: StepLayout) -> Tensor:
+        """The residual stream ``[R, hidden]`` of each chunk's last token."""
         if self._chunk_graphs is not None:
             x = self._chunk_graphs.run(layout)
             if x is not None:
                 return x
         inputs = self.state.lay_out(layout)
-        hidden: Tensor = self.model(inputs.token_ids, inputs.positions, self.caches, inputs.meta)
+        wanted = inputs.meta.last_tokens() if layout.num_tokens > layout.num_rows else None
+        return self._forward(inputs, wanted)
+
+    def _all_tokens(self, layout: StepLayout) -> Tensor:
+        """The residual stream ``[T, hidden]``."""
+        return self._forward(self.state.lay_out(layout), None)
+
+    def _forward(self, inputs: StepInputs, wanted: Tensor | None) -> Tensor:
+        hidden: Tensor = self.model(
+            inputs.token_ids, inputs.positions, self.caches, inputs.meta, wanted
+        )
         return hidden
 
-    def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch, layout: StepLayout) -> LocalStep:
+    def _replay(
+        self, graphs: DecodeGraphs, batch: ScheduledBatch, layout: StepLayout
+    ) -> LocalStep | MaskedStep:
         slots, positions = layout.sampling_slots, layout.sampling_positions
         token_ids, logits = graphs.run(slots, np.array(layout.starts, dtype=np.int64))
+        if batch.masked:  # what the graph drew is drawn anew
+            return self._masked_step(batch, layout, logits, [])
         result = SampleResult(token_ids)
         if self.state.sampling.needs_edits(slots, positions):
             result = self._sample(logits, slots, positions)  # over what the graph drew
         return LocalStep(batch, self.state.params_by_slot, result, [], self.device)
+
+    def _masked_step(
+        self,
+        batch: ScheduledBatch,
+        layout: StepLayout,
+        logits: Tensor,
+        prompt_rows: list[PromptRows],
+    ) -> MaskedStep:
+        """A step whose ``logits``, the sampled chunks', wait for their masks."""
+
+        @torch.inference_mode()
+        def sample(masks: bytearray) -> LocalStep:
+            with device_failures():
+                words = np.frombuffer(masks, dtype=np.int32).reshape(len(batch.masked), -1)
+                rows = np.searchsorted(layout.sampled, batch.masked)
+                mask_(logits, to_device(rows, self.device), to_device(words, self.device))
+                result = self._sample(logits, layout.sampling_slots, layout.sampling_positions)
+                state = self.state
+                return LocalStep(batch, state.params_by_slot, result, prompt_rows, self.device)
+
+        return MaskedStep(sample)
 
     def _sample(self, logits: Tensor, slots: Integers, positions: Integers) -> SampleResult:
         state = self.state
         result = self._sampler(logits, slots, positions, state.token_table, state.sampling)
         state.append_tokens(slots, positions, result.token_ids)
         return result
-
-    def _prompt_rows(
-        self, batch: ScheduledBatch, layout: StepLayout, x: Tensor
-    ) -> list[PromptRows]:
-        if not self.state.any_prompt_logprobs(batch):
-            return []
-        return compute_prompt_rows(
-            batch, layout.first_rows, x, self.model.compute_logits, self.state
-        )

@@ -58,9 +58,9 @@ class StepLayout:
         return [start + new for start, new in zip(self.starts, self.query_lens, strict=True)]
 
     @cached_property
-    def sampled_rows(self) -> Integers:
-        """Rows of hidden states that are sampled."""
-        return np.array([self.first_rows[index + 1] - 1 for index in self.sampled], dtype=np.int64)
+    def last_tokens(self) -> Integers:
+        """Per chunk, which of the step's tokens is its last."""
+        return np.array(self.first_rows[1:], dtype=np.int64) - 1
 
     @cached_property
     def sampling_slots(self) -> Integers:

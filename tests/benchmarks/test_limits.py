@@ -9,7 +9,13 @@ from mini_infer.cli.bench import FOLDER
 from mini_infer.modeling.model_files import ModelFiles, load_model_config
 
 H200 = Card("H200", bytes_per_second=4.16e12, flops_per_second=774e12)
-TOY = ModelCost(layer_parameters=100, head_parameters=10, kv_values_per_token=4, flops_per_pair=8)
+TOY = ModelCost(
+    layer_parameters=100,
+    last_token_parameters=30,
+    head_parameters=10,
+    kv_values_per_token=4,
+    flops_per_pair=8,
+)
 
 
 def cost_of(name: str) -> ModelCost:
@@ -37,7 +43,8 @@ def test_a_prefill_is_limited_by_its_arithmetic() -> None:
     cost = cost_of("qwen2.5-7b")
     jobs = [Job([0] * 2048, 1)] * 32
     seconds = workload_seconds(H200, cost, jobs)
-    products = 32 * 2048 * 2 * cost.layer_parameters / H200.flops_per_second
+    needed = cost.layer_parameters * 27 / 28  # the last block's, apart from keys and values
+    products = 32 * 2048 * 2 * needed / H200.flops_per_second
     assert products < seconds < 1.1 * products
 
 
@@ -60,7 +67,7 @@ def test_cached_tokens_are_read_and_not_computed() -> None:
     card = Card("slow arithmetic", bytes_per_second=1e9, flops_per_second=1)
     seconds = workload_seconds(card, TOY, [Job([0] * 10, 1)], cached=8)
     pairs = 9 + 10
-    assert seconds == 2 * (2 * 100 + 10) + 8 * pairs
+    assert seconds == 2 * (2 * 70 + 30 + 10) + 8 * pairs
 
 
 def test_a_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,11 @@ class PagedDriver:
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
 
-    def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
-        """One step over (request, its next tokens). Returns each chunk's logits ``[n, vocab]``."""
+    def step(
+        self, chunks: Sequence[tuple[str, Sequence[int]]], last_only: bool = False
+    ) -> list[Tensor]:
+        """One step over (request, its next tokens). Returns each chunk's logits ``[n, vocab]``, or
+        ``[1, vocab]`` of its last token where the model is asked for no others."""
         positions, slots, contexts = [], [], []
         for request, tokens in chunks:
             table = self.tables.setdefault(request, [])
@@ -62,8 +65,10 @@ class PagedDriver:
             context_lens=tuple(contexts),
         )
         token_ids = torch.tensor([token for _, tokens in chunks for token in tokens])
-        hidden = self.model(token_ids, torch.tensor(positions), self.caches, meta)
-        return list(self.model.compute_logits(hidden).split(query_lens))
+        wanted = meta.last_tokens() if last_only else None
+        hidden = self.model(token_ids, torch.tensor(positions), self.caches, meta, wanted)
+        logits = self.model.compute_logits(hidden)
+        return list(logits.split(1 if last_only else query_lens))
 
     def prefill(self, request: str, tokens: Sequence[int], chunk_size: int) -> Tensor:
         """Feeds ``tokens`` in chunks. Returns the logits of them all ``[n, vocab]``."""

@@ -91,6 +91,20 @@ def test_a_request_in_a_mixed_batch_computes_what_it_computes_alone(pair: Pair) 
         torch.testing.assert_close(torch.cat(rows), alone[name], atol=1e-5, rtol=0)
 
 
+def test_the_last_block_computes_wanted_tokens_only(pair: Pair) -> None:
+    requests = {"a": prompt(13, 1), "b": prompt(9, 2), "c": prompt(1, 3)}
+    chunks = list(requests.items())
+    everything = PagedDriver(pair.model).step(chunks)
+    driver = PagedDriver(pair.model)
+    for rows, (last,) in zip(everything, driver.step(chunks, last_only=True), strict=True):
+        torch.testing.assert_close(last, rows[-1], atol=1e-5, rtol=0)
+    # The tokens that nobody wanted left their keys and values.
+    after = PagedDriver(pair.model)
+    after.step(chunks)
+    for ours, theirs in zip(driver.step([("a", [5])]), after.step([("a", [5])]), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
 def test_inference_only(pair: Pair) -> None:
     assert not pair.model.training
     assert not any(parameter.requires_grad for parameter in pair.model.parameters())
