@@ -19,6 +19,8 @@ DEFAULT_MODEL = "smollm2-135m"
 MAX_NUM_SEQS = 2**16
 MAX_NUM_KV_BLOCKS = 2**24
 """Beyond these the bookkeeping alone takes gigabytes, and the system would kill the process."""
+MAX_DEPTH = 16
+"""Two steps in flight hide the host; each further one only makes an end by a stop token dearer."""
 
 
 def option(
@@ -95,7 +97,9 @@ class EngineConfig:
         AUTO, "Steps in flight; 2 schedules a step before the last one's result.", kind=int
     )
     enforce_eager: bool = option(
-        False, "Launch every kernel of a step anew, instead of replaying CUDA graphs.", kind=bool
+        False,
+        "Launch every kernel of a step anew, instead of replaying CUDA graphs; a CPU has none.",
+        kind=bool,
     )
     dry_run: bool = option(
         False, "Invent tokens: the real server, scheduler and cache, no weights.", kind=bool
@@ -126,6 +130,8 @@ class EngineConfig:
             raise InvalidConfigError(
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}"
             )
+        if self.depth > MAX_DEPTH:
+            raise InvalidConfigError(f"depth must be at most {MAX_DEPTH}, got {self.depth}")
         if self.num_kv_blocks is not None and not 1 <= self.num_kv_blocks <= MAX_NUM_KV_BLOCKS:
             raise InvalidConfigError(
                 f"num_kv_blocks must be between 1 and {MAX_NUM_KV_BLOCKS}, got "

@@ -106,32 +106,38 @@ def _step_bytes(runner: ModelRunner) -> int:
 
 
 def largest_step(config: EngineConfig) -> ScheduledBatch:
-    """As many rows and tokens as a step can have, each row with every option that takes memory."""
+    """As many rows and tokens as a step can have, at the far end of the context, and each row with
+    every option that takes memory."""
     num_rows = min(config.max_num_seqs, config.max_step_tokens)
     length = min(config.max_step_tokens // num_rows, config.max_model_len - 1)
     longest = min(config.max_step_tokens - (num_rows - 1) * length, config.max_model_len - 1)
     lengths = [longest] + [length] * (num_rows - 1)
-    return step_of_prompts(config, lengths, DEMANDING, stop_token_ids=(0,))
+    starts = [config.max_model_len - 1 - length for length in lengths]
+    return step_of_prompts(config, lengths, DEMANDING, starts, stop_token_ids=(0,))
 
 
 def step_of_prompts(
     config: EngineConfig,
     lengths: Sequence[int],
     params: SamplingParams,
+    starts: Sequence[int] | None = None,
     stop_token_ids: tuple[int, ...] = (),
 ) -> ScheduledBatch:
-    """A step of whole prompts of these lengths, each sampled.
+    """A step of whole prompts of these lengths, or of their last tokens from ``starts`` on, each
+    sampled.
 
-    All rows share block 0: what they compute is of no interest.
+    What they compute is of no interest: tables hold nought at first, so that all tokens are token 0
+    and all rows share block 0.
     """
+    rows = list(enumerate(zip(starts or [0] * len(lengths), lengths, strict=True)))
     return ScheduledBatch(
         step_id=-1,
         chunks=tuple(
-            Chunk(str(slot), slot, 0, length, (0,) * -(-length // config.block_size))
-            for slot, length in enumerate(lengths)
+            Chunk(str(slot), slot, start, length, (0,) * -(-length // config.block_size))
+            for slot, (start, length) in rows
         ),
         admissions=tuple(
-            Admission(str(slot), slot, (0,) * length, length, params, 0, stop_token_ids)
-            for slot, length in enumerate(lengths)
+            Admission(str(slot), slot, (0,) * length, start + length, params, 0, stop_token_ids)
+            for slot, (start, length) in rows
         ),
     )

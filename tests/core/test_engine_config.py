@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from mini_infer.core.engine_config import AUTO, EngineConfig, engine_options
+from mini_infer.core.engine_config import AUTO, MAX_DEPTH, EngineConfig, engine_options
 from mini_infer.core.errors import InvalidConfigError
 from tests.runtime.fake_executor import make_config
 
@@ -49,6 +49,12 @@ def test_blocks_of_the_longest_request(max_model_len: int, block_size: int, bloc
 def test_counts_start_at_one(name: str, value: int) -> None:
     with pytest.raises(InvalidConfigError, match=name):
         make_config(**{name: value})
+
+
+def test_steps_in_flight_are_few() -> None:
+    make_config(depth=MAX_DEPTH)
+    with pytest.raises(InvalidConfigError, match=f"depth must be at most {MAX_DEPTH}, got 50"):
+        make_config(depth=50)
 
 
 def test_a_context_holds_a_prompt_and_an_answer() -> None:

@@ -26,6 +26,7 @@ def test_the_largest_step_has_all_rows_and_tokens_that_there_can_be(limits: dict
     most = min(config.max_step_tokens, len(lengths) * (config.max_model_len - 1))
     assert sum(lengths) == most
     for chunk in batch.chunks:
+        assert chunk.num_computed_tokens + chunk.num_new_tokens == config.max_model_len - 1
         assert len(chunk.new_block_ids) == -(-chunk.num_new_tokens // config.block_size)
 
 
