@@ -21,6 +21,8 @@ BENCHMARKS = (
     "host_overhead",
     "vs_huggingface",
     "serving_load",
+    "serving_overhead",
+    "serving_fairness",
 )
 
 GPU_BENCHMARKS = (

@@ -1,4 +1,4 @@
-"""``mini-infer bench``: run one of a checkout's benchmarks."""
+"""``mini-infer bench``: load on a server, or one of a checkout's benchmarks."""
 
 import ast
 import subprocess
@@ -11,6 +11,7 @@ import mini_infer
 from mini_infer.core.errors import InvalidConfigError
 
 FOLDER = Path(mini_infer.__file__).parents[1] / "benchmarks"
+SERVE = "serve"
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
@@ -24,28 +25,57 @@ def benchmarks(folder: Path) -> dict[str, str]:
     return found
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-)
-@click.argument("name", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def bench(name: str | None, arguments: tuple[str, ...]) -> int:
-    """Run the benchmark NAME with its own ARGUMENTS, or list the benchmarks.
+class Benchmarks(click.Group):
+    """``serve``, which is part of the package, and a command per script of a checkout."""
 
-    `mini-infer bench NAME -- --help` shows a benchmark's options. With `--profile FOLDER` one that
-    has an engine writes traces for Perfetto, which `mini-infer bench trace_summary` sums up.
-    """
-    found = benchmarks(FOLDER)
-    if not found:
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [SERVE, *benchmarks(FOLDER)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == SERVE:
+            from mini_infer.cli.load.command import serve
+
+            return serve
+        found = benchmarks(FOLDER)
+        if cmd_name in found:
+            return script(cmd_name, found[cmd_name])
+        if not found:
+            raise InvalidConfigError(
+                f"no benchmarks in {FOLDER}: they are part of a checkout; "
+                f"clone the repository and install it with pip install -e"
+            )
         raise InvalidConfigError(
-            f"no benchmarks in {FOLDER}: they are part of a checkout; "
-            f"clone the repository and install it with pip install -e"
+            f"no benchmark {cmd_name!r}; there are: {', '.join((SERVE, *found))}"
         )
-    if name is None:
-        width = max(map(len, found))
-        for known, summary in found.items():
-            click.echo(f"{known:{width}}  {summary}")
-        return 0
-    if name not in found:
-        raise InvalidConfigError(f"no benchmark {name!r}; there are: {', '.join(found)}")
-    return subprocess.call([sys.executable, str(FOLDER / f"{name}.py"), *arguments])
+
+
+def script(name: str, summary: str) -> click.Command:
+    """A command that runs a script in a process of its own, with its own options."""
+
+    @click.command(
+        name,
+        help=summary,
+        add_help_option=False,  # the script has one
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def run(arguments: tuple[str, ...]) -> int:
+        return subprocess.call([sys.executable, str(FOLDER / f"{name}.py"), *arguments])
+
+    return run
+
+
+@click.group(cls=Benchmarks, invoke_without_command=True)
+@click.pass_context
+def bench(context: click.Context) -> None:
+    """Put load on a server (serve), run one of a checkout's benchmarks, or list them.
+
+    `mini-infer bench NAME --help` shows a benchmark's options. With `--profile FOLDER` one that has
+    an engine writes traces for Perfetto, which `mini-infer bench trace_summary` sums up.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    found = {SERVE: "Load on any server of OpenAI's API.", **benchmarks(FOLDER)}
+    width = max(map(len, found))
+    for known, summary in found.items():
+        click.echo(f"{known:{width}}  {summary}")

@@ -11,7 +11,7 @@ from contextlib import suppress
 import click
 
 from mini_infer import __version__
-from mini_infer.core.errors import MiniInferError
+from mini_infer.core.errors import DEBUG, MiniInferError
 
 COMMANDS = {
     "serve": "mini_infer.cli.serve",
@@ -20,7 +20,6 @@ COMMANDS = {
     "bench": "mini_infer.cli.bench",
     "pull": "mini_infer.cli.pull",
 }
-DEBUG = "MINI_INFER_DEBUG"
 INTERRUPTED = 130
 
 
