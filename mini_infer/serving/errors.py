@@ -13,6 +13,7 @@ from mini_infer.core.errors import (
     InvalidRequestError,
     MiniInferError,
     ModelNotFoundError,
+    PromptTooLongError,
     RequestTimeoutError,
     StepError,
     UnavailableError,
@@ -27,6 +28,7 @@ TYPES = {
 
 CODES: dict[type[MiniInferError], str] = {
     ModelNotFoundError: "model_not_found",
+    PromptTooLongError: "context_length_exceeded",
     RequestTimeoutError: "request_timeout",
     UnavailableError: "server_unavailable",
 }
@@ -104,10 +106,14 @@ def error_object(
 
 def to_error_object(error: MiniInferError) -> dict[str, Any]:
     """The error object of a typed error."""
+    message = str(error)
     param = "model" if isinstance(error, ModelNotFoundError) else None
     if isinstance(error, InvalidRequestError):
         param = error.param
-    return error_object(str(error), error.status, param, CODES.get(type(error)))
+    if isinstance(error, PromptTooLongError) and param == "prompt":
+        # Agents cut their history and try again at these words, which their client may be all of.
+        message = f"prompt is too long: {message}"
+    return error_object(message, error.status, param, CODES.get(type(error)))
 
 
 def install_error_handlers(app: FastAPI) -> None:
