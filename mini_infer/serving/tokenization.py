@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""/tokenize, /detokenize and /tokenizer_info, in vLLM's shapes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def add_tokenization(app: FastAPI, engine: AsyncEngine) -> None:
-    """Adds both routes."""
+    """Adds the routes."""
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -68,6 +68,26 @@ def add_tokenization(app: FastAPI, engine: AsyncEngine) -> None:
         decode = engine.tokenizer.decode
         text = await run_off_loop(len(body.tokens), decode, body.tokens, skip_special_tokens=False)
         return {"prompt": text}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What clients that have no tokenizer of their own ask for, such as lm-eval."""
+        tokenizer, config = engine.tokenizer, engine.config
+
+        def spelling(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.token_bytes(token_id).decode()
+
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": config.max_model_len,
+            "bos_token": spelling(config.model_config.bos_token_id),
+            "eos_token": spelling(tokenizer.eos_token_id),
+            # The dry run has code in its place.
+            "chat_template": None
+            if config.dry_run
+            else tokenizer.chat_template_source(with_tools=False) or None,
+        }
 
 
 def _encode(tokenizer: "Tokenizer", body: TokenizeRequest) -> list[int]:
