@@ -27,8 +27,8 @@ from mini_infer.core.errors import (
     UnsupportedModelError,
     WeightsError,
 )
-from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.serving.app import create_app
+from tests.runtime.engine_host import threaded
 from tests.serving.live import CHAT, COMPLETIONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -287,7 +287,7 @@ def test_a_chat_template_that_raises(
     with pytest.raises(InvalidRequestError, match=text):
         llm.chat(system, GREEDY, use_tqdm=False)
     assert llm.chat(HELLO, GREEDY, use_tqdm=False)
-    with TestClient(create_app(AsyncEngine(llm.engine))) as client:
+    with TestClient(create_app(threaded(llm.engine))) as client:
         for stream in (False, True):
             refused = client.post(CHAT, json={"messages": system, "stream": stream})
             assert refused.status_code == 400
@@ -298,7 +298,7 @@ def test_a_chat_template_that_raises(
 
 def test_over_http_on_a_small_pool(llm: LLM) -> None:
     """What never fits the pool or the vocabulary is 400 and says why; others are answered."""
-    with TestClient(create_app(AsyncEngine(llm.engine))) as client:
+    with TestClient(create_app(threaded(llm.engine))) as client:
         for body, text in (
             ({"prompt": [1] * 100}, "KV cache (64 tokens"),
             ({"prompt": [1] * 200}, "200 tokens"),

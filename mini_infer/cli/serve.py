@@ -127,9 +127,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's API under /v1, and a chat page at /."""
     with collector_paused():
-        from mini_infer.runtime.engine import LLMEngine
+        from mini_infer.serving.listener import bind
         from mini_infer.serving.options import ServerOptions
-        from mini_infer.serving.server import bind, run_server
 
         server_options = ServerOptions(
             api_keys=api_keys,
@@ -144,5 +143,13 @@ def serve(
         )
         # Loading a model may take minutes; that the port is taken is known at once.
         bind(host, port).close()
-        engine = LLMEngine.from_options(**given(options))
-    run_server(engine, host, port, server_options)
+        from mini_infer.runtime.engine_process import EngineStarter
+
+        starter = EngineStarter(given(options))
+        starter.spawn()  # it comes up while this process imports its own half
+        try:
+            from mini_infer.serving.server import run_server
+        except BaseException:
+            starter.cancel()
+            raise
+    run_server(starter, host, port, server_options)

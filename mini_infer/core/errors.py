@@ -1,5 +1,8 @@
 """Typed errors. Each says what was wrong and what to do; none shows a user a traceback."""
 
+DEBUG = "MINI_INFER_DEBUG"
+"""The environment variable that shows tracebacks all the same."""
+
 
 class MiniInferError(Exception):
     """Base of every error that mini-infer raises on purpose.

@@ -45,6 +45,9 @@ class RequestUpdate(NamedTuple):
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """All of the prompt's, once, with the first token; the first entry is None."""
+    time: float | None = None
+    """When the result of the step that sampled ``new_token_ids`` was taken in, on the clock of the
+    events; None for a request that is ``told_at_end``, of which ``Finished`` tells it."""
 
 
 @dataclass(frozen=True, slots=True)

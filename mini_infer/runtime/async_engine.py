@@ -1,48 +1,43 @@
-"""``AsyncEngine``: the engine's steps in a thread of their own, its deltas in an event loop.
+"""``AsyncEngine``: text in, text out, for many callers of one event loop; steps in another process.
 
 ::
 
-    event loop                      engine thread
-    stream() -- add, abort --> inbox --> engine.add / engine.abort
-       ^                                 engine.step()
-       +------ one call per step ------- deltas
+    event loop                                      engine's process
+    stream() ── InputProcessor ── Add, Finish ────► EngineCore.add, finish
+       ▲                                            EngineCore.step
+       └──── OutputProcessor ◄── News, one a step ──────┘
 
-The loop never waits for a step and a step never waits for a consumer. The engine itself is touched
-by its thread only; the exceptions are its input processor and its event stream's subscribers, which
-are safe to share.
+The loop never waits for a step. A step waits for the loop only where that is many steps behind.
 """
 
 import asyncio
 import contextlib
-import logging
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mini_infer.core.errors import (
     EngineDeadError,
     InvalidRequestError,
-    MiniInferError,
     RequestTimeoutError,
     UnavailableError,
 )
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.choices_in_flight import ChoicesInFlight
 from mini_infer.runtime.delta_consumer import Consumer
-from mini_infer.runtime.engine_profiler import EngineProfiler
+from mini_infer.runtime.engine_client import EngineClient, ServerEvents
+from mini_infer.runtime.engine_messages import Add, Finish, News, ToEngine
+from mini_infer.runtime.engine_process import EngineHost
+from mini_infer.runtime.engine_restarts import Restarts, Starter
+from mini_infer.runtime.input_processor import InputProcessor, ProcessedRequest
+from mini_infer.runtime.output_processor import OutputProcessor
 from mini_infer.runtime.waiting_room import MAX_NUM_QUEUED, WaitingRoom
 
 if TYPE_CHECKING:
     from mini_infer.core.engine_config import EngineConfig
-    from mini_infer.core.events import EventStream
-    from mini_infer.runtime.engine import LLMEngine
-    from mini_infer.runtime.input_processor import ProcessedRequest
     from mini_infer.runtime.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Arguments = ParamSpec("Arguments")
@@ -67,52 +62,52 @@ async def run_off_loop(
 
 
 class AsyncEngine:
-    """Serves many concurrent callers of one event loop from one ``LLMEngine``.
+    """Serves many concurrent callers of one event loop from one engine in another process.
 
-    The engine's thread starts with the first request, and belongs to the event loop that made it.
+    It belongs to the event loop that makes the first call of ``start`` or of a request. An engine
+    that dies takes its requests with it, and is started again (``Restarts``).
     """
 
     def __init__(
         self,
-        engine: "LLMEngine",
+        host: EngineHost,
+        tokenizer: "Tokenizer",
         *,
+        starter: Starter | None = None,
         max_num_queued: int = MAX_NUM_QUEUED,
         request_timeout: float | None = None,
     ) -> None:
-        """``max_num_queued`` choices may wait for their first step, and a request may take
+        """``starter`` loads another host where the last one died; without one it stays dead.
+        ``max_num_queued`` choices may wait for their first step, and a request may take
         ``request_timeout`` seconds."""
-        self._engine = engine
-        self._waiting_room = WaitingRoom(engine.events, max_num_queued)
-        self._request_timeout = request_timeout
-        self._profiler = EngineProfiler()
-        self._draining = False
-        self._calls: set[asyncio.Future[Any]] = set()
-        """Of ``_call_engine``, not yet answered."""
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        """Calls for the engine's thread; None ends it."""
-        self._consumers: dict[str, Consumer] = {}
-        self._rejections: list[tuple[str, Exception]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self.config: EngineConfig = host.config
+        self.tokenizer = tokenizer
+        self.events = ServerEvents(self._on_subscription)
+        self.input_processor = InputProcessor(host.config, tokenizer)
+        self._output_processor = OutputProcessor(tokenizer, self.events)
+        self._waiting_room = WaitingRoom(self.events, max_num_queued)
+        self._choices = ChoicesInFlight(self.events, self._waiting_room)
+        self._request_timeout = request_timeout
+        self._consumers: dict[str, Consumer] = {}
+        self._draining = False
         self._death: str | None = None
-        """Why the engine ended; None while it serves."""
-
-    @property
-    def config(self) -> "EngineConfig":
-        return self._engine.config
-
-    @property
-    def tokenizer(self) -> "Tokenizer":
-        return self._engine.tokenizer
-
-    @property
-    def events(self) -> "EventStream":
-        return self._engine.events
+        """Why requests can't be served, perhaps for a while; None while they are."""
+        self._host = host
+        self._client: EngineClient | None = None
+        self._restarts = Restarts(starter, self._on_restarted, self._on_given_up)
+        self.given_up = asyncio.Event()
+        """Set when the engine died and could not be started again."""
 
     @property
     def healthy(self) -> bool:
-        """False once the engine failed or was shut down."""
+        """False while the engine does not run: it died, or was shut down."""
         return self._death is None
+
+    @property
+    def death(self) -> str | None:
+        """Why it is not ``healthy``."""
+        return self._death
 
     async def generate(
         self,
@@ -163,22 +158,33 @@ class AsyncEngine:
         start = loop.time()
         length = sum(len(prompt) for prompt in prompts.values())
         process = partial(
-            self._engine.input_processor.process,
+            self.input_processor.process,
             priority=priority,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
             stream=stream,
         )
 
-        def process_all() -> "list[ProcessedRequest]":
-            return [process(request_id, prompt, params) for request_id, prompt in prompts.items()]
+        def process_all() -> list[tuple[ProcessedRequest, bytes]]:
+            requests = [
+                process(request_id, prompt, params) for request_id, prompt in prompts.items()
+            ]
+            return [(request, self._pack(request)) for request in requests]
 
         num_choices = len(prompts) * params.n
         self.check_open()
         self._waiting_room.enter(num_choices)
         try:
+            await self.input_processor.compile_grammar(params)
             processed = await run_off_loop(length, process_all)
-            self._start()
+            self.start()
+            await self._choices.until_free(
+                item.request_id
+                for request, _ in processed
+                for item in request.requests
+                if request.request_id not in self._consumers
+            )
+            self._check_alive()
             for request_id in prompts:
                 if request_id in self._consumers:
                     raise InvalidRequestError(f"request id {request_id!r} is in use", "request_id")
@@ -186,9 +192,8 @@ class AsyncEngine:
             self._waiting_room.leave(num_choices)
             raise
         consumer = Consumer(list(prompts))
-        for request_id, request in zip(prompts, processed, strict=True):
-            self._consumers[request_id] = consumer
-            self._inbox.put(partial(self._add, request_id, request))
+        for request, packed in processed:
+            self._add(request, packed, consumer)
         timer = None
         if self._request_timeout is not None:
             timer = loop.call_at(start + self._request_timeout, self._expire, consumer)
@@ -202,9 +207,8 @@ class AsyncEngine:
 
     def check_open(self) -> None:
         """Raises UnavailableError once ``drain`` was called or while too many choices wait, and
-        EngineDeadError after the end: what is expensive to prepare asks first."""
-        if self._death:
-            raise EngineDeadError(self._death)
+        EngineDeadError while there is no engine: what is expensive to prepare asks first."""
+        self._check_alive()
         if self._draining:
             raise UnavailableError("the server is shutting down: send the request to another one")
         self._waiting_room.check()
@@ -219,7 +223,7 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine failed.
         """
-        await self._call_engine(self._engine.reset_prefix_cache)
+        await self._call("reset_prefix_cache")
 
     async def start_profile(self) -> None:
         """Records the engine's thread, and the device, from the next step on.
@@ -228,122 +232,60 @@ class AsyncEngine:
             InvalidRequestError: it is being recorded, or there is no torch.
             EngineDeadError: the engine failed.
         """
-        await self._call_engine(self._profiler.start)
+        await self._call("start_profile")
 
     async def stop_profile(self, folder: Path) -> Path:
-        """Ends the recording and writes it into ``folder``; returns the file.
+        """Ends the recording and has the engine's process write it into ``folder``; the file.
 
         Raises:
             InvalidRequestError: nothing is being recorded.
             EngineDeadError: the engine failed.
         """
-        save = await self._call_engine(self._profiler.stop)
-        return await asyncio.to_thread(save, folder)
+        path = await self._call("stop_profile", str(folder.absolute()))
+        assert path is not None
+        return Path(path)
 
-    def shutdown(self) -> None:
-        """Ends every request with ``EngineDeadError``, the thread and the engine. Idempotent."""
-        if self._thread is None:
-            if self.healthy:
-                self._death = SHUT_DOWN
-                self._engine.shutdown()
-            return
-        self._inbox.put(None)
-        self._thread.join()
-
-    def _start(self) -> None:
-        if self._death:
-            raise EngineDeadError(self._death)
+    def start(self) -> None:
+        """Listens to the engine, in the running event loop. Idempotent."""
         loop = asyncio.get_running_loop()
-        if self._thread is None:
+        if self._loop is None:
             self._loop = loop
-            self._thread = threading.Thread(
-                target=self._run, args=(loop,), name="mini-infer-engine", daemon=True
-            )
-            self._thread.start()
+            if self.healthy:
+                self._listen_to(self._host)
         elif self._loop is not loop:
             raise RuntimeError("an AsyncEngine serves one event loop; build one per loop")
 
-    async def _call_engine(self, function: Callable[[], Result]) -> Result:
-        """Calls ``function`` on the engine's thread, between two steps."""
-        self._start()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Result] = loop.create_future()
-        self._calls.add(answer)
-        self._inbox.put(partial(self._answer, loop, answer, function))
+    def end_requests(self) -> None:
+        """Ends every request with ``EngineDeadError``; in the event loop, or when that is gone."""
+        self._restarts.cancel()
+        if self._client:
+            self._client.detach()
+        if self._death != SHUT_DOWN:
+            self._death = SHUT_DOWN
+            self._fail_all(SHUT_DOWN)
+
+    def shutdown(self) -> None:
+        """Ends the requests and the engine. Idempotent; waits for the engine's end."""
+        self.end_requests()
+        self._host.close()
+
+    # --- requests
+
+    def _pack(self, request: ProcessedRequest) -> bytes:
+        """Its ``Add``; on whatever thread."""
         try:
-            return await answer
-        finally:
-            self._calls.discard(answer)
+            return self._host.link.pack(Add.of(request.request_id, request.requests))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(
+                f"a parameter can't be passed on to the engine ({error}): integers have 64 bits "
+                f"at most, and texts are valid Unicode"
+            ) from None
 
-    # --- engine's thread ---
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        death = SHUT_DOWN
-        try:
-            while self._obey():
-                deltas = self._engine.step()
-                rejections, self._rejections = self._rejections, []
-                if (deltas or rejections) and not _call(loop, self._deliver, deltas, rejections):
-                    break
-        except Exception:
-            logger.exception("the engine failed")
-            death = "the engine failed, the server's log says why: restart it"
-        self._death = death
-        _call(loop, self._fail_all, death)
-        self._engine.shutdown()
-
-    def _obey(self) -> bool:
-        """Runs the calls in the inbox, waiting for one while the engine is idle.
-
-        Returns False when the thread should end.
-        """
-        block = not self._engine.has_unfinished()
-        while True:
-            try:
-                call = self._inbox.get(block)
-            except Empty:
-                return True
-            if call is None:
-                return False
-            call()
-            block = False
-
-    def _add(self, request_id: str, request: "ProcessedRequest") -> None:
-        self._waiting_room.pass_on(len(request.requests))
-        try:
-            self._engine.add(request)
-        except MiniInferError as error:
-            self._rejections.append((request_id, error))
-
-    def _answer(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        answer: "asyncio.Future[Result]",
-        function: Callable[[], Result],
-    ) -> None:
-        try:
-            result = function()
-        except Exception as error:  # the caller's, not the engine's
-            _call(loop, _settle, answer, error=error)
-        else:
-            _call(loop, _settle, answer, result)
-
-    # --- event loop ---
-
-    def _deliver(
-        self, deltas: Sequence[RequestDelta], rejections: Sequence[tuple[str, Exception]]
-    ) -> None:
-        for delta in deltas:
-            consumer = self._consumers.get(delta.request_id)
-            if consumer:
-                if delta.output:
-                    self._forget(delta.request_id, consumer)
-                consumer.push(delta)
-        for request_id, error in rejections:
-            consumer = self._consumers.get(request_id)
-            if consumer:
-                self._forget(request_id, consumer)
-                consumer.fail(error)
+    def _add(self, request: ProcessedRequest, packed: bytes, consumer: Consumer) -> None:
+        self._consumers[request.request_id] = consumer
+        self._output_processor.add(request)
+        self._choices.add(item.request_id for item in request.requests)
+        self._send(packed)
 
     def _forget(self, request_id: str, consumer: Consumer) -> None:
         del self._consumers[request_id]
@@ -353,7 +295,9 @@ class AsyncEngine:
         """Aborts what the consumer still waits for."""
         for request_id in list(consumer.unfinished):
             self._forget(request_id, consumer)
-            self._inbox.put(partial(self._engine.abort, request_id, silently=True))
+            children = self._output_processor.unfinished_choices(request_id)
+            self._send(Finish(children, "abort"))
+            self._output_processor.abort(request_id)
 
     def _expire(self, consumer: Consumer) -> None:
         if consumer.unfinished:
@@ -365,34 +309,81 @@ class AsyncEngine:
                 )
             )
 
+    # --- what the engine tells
+
+    def _on_news(self, news: News) -> None:
+        for event in news.happened():
+            self.events.emit(event)
+        for choice_id in news.unqueued:
+            self._choices.refuse((choice_id,))
+        for request_id, failure in news.refusals:
+            self._refuse(request_id, failure.to_exception())
+        if not news.updates:
+            return
+        for update in news.updates:
+            if update.finish_reason == "error":  # perhaps before it was queued
+                self._choices.refuse((update.request_id,))
+        processed = self._output_processor.process(news.updates)
+        for child_id, stop_string in processed.stopped:
+            self._send(Finish([child_id], "stop", stop_string))
+        for delta in processed.deltas:
+            consumer = self._consumers.get(delta.request_id)
+            if consumer:
+                if delta.output:
+                    self._forget(delta.request_id, consumer)
+                consumer.push(delta)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        self._choices.refuse(self._output_processor.unfinished_choices(request_id))
+        self._output_processor.abort(request_id)
+        consumer = self._consumers.get(request_id)
+        if consumer:
+            self._forget(request_id, consumer)
+            consumer.fail(error)
+
+    # --- the engine's life
+
+    def _check_alive(self) -> None:
+        if self._death:
+            raise EngineDeadError(self._death)
+
+    def _listen_to(self, host: EngineHost) -> None:
+        assert self._loop is not None
+        self._host = host
+        self._client = EngineClient(host, self._loop, self._on_news, self._on_end)
+        self._send(self.events.wanted())
+
+    def _send(self, message: ToEngine | bytes) -> None:
+        if self._client:
+            self._client.send(message)
+
+    async def _call(self, function: str, *arguments: str) -> str | None:
+        self._check_alive()
+        self.start()
+        assert self._client is not None
+        return await self._client.call(function, *arguments)
+
+    def _on_subscription(self) -> None:
+        """On whatever thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(lambda: self._send(self.events.wanted()))
+
+    def _on_end(self, how: str) -> None:
+        self._death = self._restarts.begin(how, self._host)
+        self._fail_all(self._death)
+
+    def _on_restarted(self, host: EngineHost) -> None:
+        self._listen_to(host)
+        self._death = None
+
+    def _on_given_up(self, why: str) -> None:
+        self._death = why
+        self.given_up.set()
+
     def _fail_all(self, death: str) -> None:
-        for answer in self._calls:
-            _settle(answer, error=EngineDeadError(death))
+        num_output_tokens = self._output_processor.num_output_tokens()
         for request_id, consumer in list(self._consumers.items()):
             self._forget(request_id, consumer)
+            self._output_processor.abort(request_id, "error")
             consumer.fail(EngineDeadError(death))
-
-
-def _settle(
-    answer: "asyncio.Future[Any]", result: object = None, *, error: Exception | None = None
-) -> None:
-    if answer.done():  # whoever asked is gone
-        return
-    if error:
-        answer.set_exception(error)
-    else:
-        answer.set_result(result)
-
-
-def _call(
-    loop: asyncio.AbstractEventLoop,
-    function: Callable[Arguments, None],
-    *args: Arguments.args,
-    **kwargs: Arguments.kwargs,
-) -> bool:
-    """Calls ``function`` in the loop's thread; False if the loop, with every consumer, is gone."""
-    try:
-        loop.call_soon_threadsafe(partial(function, *args, **kwargs))
-    except RuntimeError:
-        return False
-    return True
+        self._choices.lose_all(num_output_tokens)

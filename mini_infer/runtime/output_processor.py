@@ -51,6 +51,8 @@ class _Choice:
     detokenizer: IncrementalDetokenizer
     matcher: StopStringMatcher
     texts: list[str] = field(default_factory=list)
+    first_token_time: float | None = None
+    last_token_time: float | None = None
 
     def read(self, update: RequestUpdate) -> tuple[str, int]:
         """Takes in an update's tokens. Returns the text that is safe to show by now, and how many
@@ -58,8 +60,10 @@ class _Choice:
         params = self.parent.processed.params
         token_ids = self.completion.token_ids
         new_token_ids = update.new_token_ids
-        # An end-of-sequence or stop token is no part of the text.
+        # An end-of-sequence or stop token is no part of the text; the last token of a grammar is.
         hides_last = update.finish_reason == "stop" and not params.include_stop_str_in_output
+        if params.structured_outputs is not None and new_token_ids:
+            hides_last = hides_last and new_token_ids[-1] in self.request.end_token_ids
         shown = new_token_ids[:-1] if hides_last else new_token_ids
         if not params.stop:
             token_ids += new_token_ids
@@ -159,17 +163,25 @@ class OutputProcessor:
                 result.deltas.append(delta)
         return result
 
-    def abort(self, request_id: str) -> list[RequestDelta]:
-        """Ends every running choice with ``finish_reason`` "abort"; [] for an unknown request."""
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> list[RequestDelta]:
+        """Ends every running choice with this ``finish_reason``; [] for an unknown request."""
         children = self.unfinished_choices(request_id)
         return self.process(
-            [end_update(self._choices[child].request, "abort") for child in children]
+            [end_update(self._choices[child].request, reason) for child in children]
         ).deltas
+
+    def num_output_tokens(self) -> dict[str, int]:
+        """Of every choice that runs, how many tokens it has so far."""
+        return {child: len(item.completion.token_ids) for child, item in self._choices.items()}
 
     def _advance(self, choice: _Choice, update: RequestUpdate) -> RequestDelta | None:
         parent, completion, matcher = choice.parent, choice.completion, choice.matcher
         text, num_new_tokens = choice.read(update)
         choice.texts.append(text)
+        if update.time is not None:
+            choice.last_token_time = update.time
+            if choice.first_token_time is None:
+                choice.first_token_time = update.time
         token_ids = update.new_token_ids[:num_new_tokens]
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
         if matcher.matched is not None:
@@ -219,7 +231,7 @@ class OutputProcessor:
         choice.completion.finish_reason = finish_reason
         choice.completion.stop_reason = stop_reason
         del self._choices[child_id]
-        self._metrics.end(child_id)
+        self._metrics.end(child_id, choice.first_token_time, choice.last_token_time)
         self._events.emit(Answered(self._events.now(), child_id, finish_reason))
         parent = choice.parent
         parent.num_unfinished -= 1

@@ -12,17 +12,16 @@ from mini_infer.core.request import Request
 class _Choice:
     metrics: RequestMetrics
     """Shared by all choices of a caller's request."""
-    request: Request
     is_first: bool
-    finished_time: float | None = None
-    """When the scheduler ended it; None while a stop string or an abort is ahead of that."""
+    finished: Finished | None = None
+    """The scheduler's word on its end; None while a stop string is ahead of that."""
 
 
 class RequestMetricsObserver:
     """Fills metrics while requests run: a request's are its choices' first and last milestones.
 
-    It listens to what comes a few times in a request's life. The times of its tokens the scheduler
-    keeps on the request, so that no event per token need be built for them.
+    It listens to what comes a few times in a request's life. The times of its tokens come with its
+    updates and its end, so that no event per token need be built for them.
     """
 
     def __init__(self, events: EventStream) -> None:
@@ -34,21 +33,21 @@ class RequestMetricsObserver:
         """Starts to follow a caller's request, whose choices these are."""
         metrics = RequestMetrics(queued_time=self._events.now())
         for index, request in enumerate(choices):
-            self._choices[request.request_id] = _Choice(metrics, request, is_first=index == 0)
+            self._choices[request.request_id] = _Choice(metrics, is_first=index == 0)
         return metrics
 
-    def end(self, choice_id: str) -> None:
-        """Stops following a choice, which ends now unless the scheduler ended it before."""
+    def end(
+        self, choice_id: str, first_token_time: float | None, last_token_time: float | None
+    ) -> None:
+        """Stops following a choice, which ends now unless the scheduler ended it before. The times
+        are those of the tokens that its updates told of."""
         choice = self._choices.pop(choice_id)
-        metrics, request = choice.metrics, choice.request
-        metrics.first_token_time = _among_known(
-            min, metrics.first_token_time, request.first_token_time
-        )
-        metrics.last_token_time = _among_known(
-            max, metrics.last_token_time, request.last_token_time
-        )
-        finished_time = choice.finished_time
-        metrics.finished_time = self._events.now() if finished_time is None else finished_time
+        metrics, finished = choice.metrics, choice.finished
+        if finished is not None and first_token_time is None:
+            first_token_time, last_token_time = finished.first_token_time, finished.last_token_time
+        metrics.first_token_time = _among_known(min, metrics.first_token_time, first_token_time)
+        metrics.last_token_time = _among_known(max, metrics.last_token_time, last_token_time)
+        metrics.finished_time = self._events.now() if finished is None else finished.time
 
     def _observe(self, event: Event) -> None:
         assert isinstance(event, Queued | Admitted | Preempted | Finished)
@@ -65,7 +64,7 @@ class RequestMetricsObserver:
         elif isinstance(event, Preempted):
             metrics.num_preemptions += 1
         else:
-            choice.finished_time = event.time
+            choice.finished = event
 
 
 def _among_known(

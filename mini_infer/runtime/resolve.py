@@ -45,23 +45,39 @@ def resolve_engine(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor, 
         InvalidConfigError: an unknown option, or a value that can't work.
         ModelNotFoundError, UnsupportedModelError: the model can't be used.
     """
+    config, executor = resolve_core(options)
+    return config, executor, resolve_tokenizer(options)
+
+
+def resolve_core(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor]:
+    """What ``EngineCore`` needs: the half of ``resolve_engine`` that knows no text."""
     given = parse_options(options)
     if given["dry_run"]:
-        return _dry_run_engine(given)
+        return _dry_run_core(given)
     from mini_infer.modeling.model_files import load_model_config, locate_model
-    from mini_infer.runtime.byte_tokenizer import ByteTokenizer
-    from mini_infer.runtime.tokenizer import HFTokenizer
 
     files = locate_model(given["model"])
     model_config = load_model_config(files)
     from mini_infer.runtime.local_executor import LocalExecutor  # torch: only once there is a model
 
     config = _resolve(given, model_config, files)
-    if config.load_format == "dummy" and not (files.folder / "tokenizer.json").exists():
-        tokenizer: Tokenizer = ByteTokenizer()  # random weights need no words
-    else:
-        tokenizer = HFTokenizer.from_folder(files.folder)
-    return config, LocalExecutor(config, files), tokenizer
+    return config, LocalExecutor(config, files)
+
+
+def resolve_tokenizer(options: Mapping[str, Any]) -> Tokenizer:
+    """The other half, without torch."""
+    from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+
+    given = parse_options(options)
+    if given["dry_run"]:
+        return ByteTokenizer()
+    from mini_infer.modeling.model_files import locate_model
+    from mini_infer.runtime.tokenizer import HFTokenizer
+
+    folder = locate_model(given["model"]).folder
+    if given["load_format"] == "dummy" and not (folder / "tokenizer.json").exists():
+        return ByteTokenizer()  # random weights need no words
+    return HFTokenizer.from_folder(folder)
 
 
 def parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,8 +137,7 @@ def _convert(name: str, value: Any, option: Mapping[str, Any]) -> Any:
     return value
 
 
-def _dry_run_engine(given: dict[str, Any]) -> tuple[EngineConfig, Executor, Tokenizer]:
-    from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+def _dry_run_core(given: dict[str, Any]) -> tuple[EngineConfig, Executor]:
     from mini_infer.runtime.dry_run import DryRunExecutor, dry_run_model_config
 
     model_config = dry_run_model_config()
@@ -134,7 +149,7 @@ def _dry_run_engine(given: dict[str, Any]) -> tuple[EngineConfig, Executor, Toke
     if given["kv_cache_memory"] == AUTO:
         given["kv_cache_memory"] = KV_LIMIT
     config = EngineConfig(model_config=model_config, **given)
-    return config, DryRunExecutor(config), ByteTokenizer()
+    return config, DryRunExecutor(config)
 
 
 def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFiles") -> EngineConfig:

@@ -3,7 +3,7 @@
 from mini_infer.core.batch import Chunk
 from mini_infer.core.events import EventStream, TokensEmitted
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
-from mini_infer.core.request import Request
+from mini_infer.core.request import OutputGrammar, Request
 
 
 def apply_chunk_result(
@@ -29,15 +29,17 @@ def apply_chunk_result(
         return None
     request.num_in_flight_tokens -= 1
     reason: FinishReason | None = None
-    stop_token: int | None = None
+    stop_reason: int | str | None = None
     new_token_ids = out.token_ids[index]
     for kept, token_id in enumerate(new_token_ids, start=1):
         request.token_ids.append(token_id)
         if token_id in request.end_token_ids or len(request.token_ids) >= request.max_num_tokens:
-            reason, stop_token = _check_stop(request, token_id)
-            if reason is not None:
-                new_token_ids = new_token_ids[:kept]
-                break
+            reason, stop_reason = _check_stop(request, token_id)
+        if request.grammar is not None and reason != "stop":
+            reason, stop_reason = _follow_grammar(request.grammar, token_id, reason)
+        if reason is not None:
+            new_token_ids = new_token_ids[:kept]
+            break
     is_first = request.first_token_time is None
     if is_first:
         request.first_token_time = time
@@ -47,15 +49,16 @@ def apply_chunk_result(
             TokensEmitted(time, request.request_id, new_token_ids, request.num_output_tokens)
         )
     if request.told_at_end:
-        return None if reason is None else end_update(request, reason, stop_token)
+        return None if reason is None else end_update(request, reason, stop_reason)
     return RequestUpdate(
         request.request_id,
         new_token_ids,
         out.logprobs[index][: len(new_token_ids)] if out.logprobs else (),
         reason,
-        stop_token,
+        stop_reason,
         request.num_cached_tokens or 0,
         tuple(request.prompt_logprobs) if is_first and request.prompt_logprobs else None,
+        time,
     )
 
 
@@ -83,6 +86,17 @@ def _check_stop(request: Request, token_id: int) -> tuple[FinishReason | None, i
     if request.num_output_tokens >= request.max_tokens:
         return "length", None
     return None, None
+
+
+def _follow_grammar(
+    grammar: OutputGrammar, token_id: int, reason: FinishReason | None
+) -> tuple[FinishReason | None, str | None]:
+    """An output ends with its grammar, also where that is the last token it may have. One that
+    leaves it, which the masks prevent unless the grammar became too complex, is an error."""
+    error = grammar.accept(token_id)
+    if error is not None:
+        return "error", f"the output can't be held to its grammar: {error}"
+    return "stop" if grammar.complete else reason, None
 
 
 def _collect_prompt_logprobs(request: Request, chunk: Chunk, out: StepOutput, index: int) -> None:

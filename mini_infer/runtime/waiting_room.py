@@ -12,25 +12,19 @@ class WaitingRoom:
 
     ::
 
-        enter ──► being tokenised, in the inbox ──► pass_on ──► Queued ──► Admitted
-        event loop                                  engine's thread
-
-    Either thread writes numbers of its own only, so a sum that the other one reads is at worst as
-    old as the step that is under way.
+        enter ──► being tokenised, on the way to the engine ──► Queued ──► Admitted
     """
 
     def __init__(self, events: EventStream, limit: int) -> None:
         self._limit = limit
         self._num_entered = 0
-        """Written by the event loop's thread."""
-        self._num_passed_on = 0
+        """Not yet queued."""
         self._queued: set[str] = set()
-        """Both written by the engine's thread."""
         events.subscribe(self._observe, Queued, Admitted, Finished)
 
     @property
     def num_waiting(self) -> int:
-        return self._num_entered - self._num_passed_on + len(self._queued)
+        return self._num_entered + len(self._queued)
 
     def check(self, num_choices: int = 1) -> None:
         """Raises UnavailableError if as many more would be too many. An empty room takes anything:
@@ -48,15 +42,12 @@ class WaitingRoom:
         self._num_entered += num_choices
 
     def leave(self, num_choices: int) -> None:
-        """Undoes ``enter``, for choices that never reach the engine."""
+        """Undoes ``enter``, for choices that are never queued."""
         self._num_entered -= num_choices
-
-    def pass_on(self, num_choices: int) -> None:
-        """The engine has them: from here on its events tell."""
-        self._num_passed_on += num_choices
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, Queued):
+            self._num_entered -= 1
             self._queued.add(event.request_id)
         elif isinstance(event, Admitted | Finished):
             self._queued.discard(event.request_id)

@@ -108,6 +108,6 @@ def test_a_failed_step_ends_the_benchmark(llm: LLM, monkeypatch: pytest.MonkeyPa
     def fail(batch: object) -> None:
         raise RuntimeError("broken kernel")
 
-    monkeypatch.setattr(llm.engine._executor, "submit", fail)
+    monkeypatch.setattr(llm.engine.core.executor, "submit", fail)
     with pytest.raises(SystemExit, match="broken kernel"):
         serve(llm, jobs(2))

@@ -14,9 +14,10 @@ from mini_infer.core.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from mini_infer.core.outputs import RequestDelta
+from mini_infer.core.outputs import RequestUpdate
 from mini_infer.runtime.async_engine import OFF_LOOP_LENGTH, AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
+from tests.runtime.engine_host import threaded
 from tests.runtime.test_async_engine import ENDLESS, SHORT, blocks_in_use, text_of, until
 
 
@@ -27,7 +28,7 @@ def engine() -> LLMEngine:
 
 @pytest.fixture
 async def async_engine(engine: LLMEngine) -> AsyncIterator[AsyncEngine]:
-    async_engine = AsyncEngine(engine)
+    async_engine = threaded(engine)
     yield async_engine
     async_engine.shutdown()
 
@@ -41,7 +42,7 @@ async def test_calls_run_between_steps_and_their_errors_are_the_callers(
         threads.append(threading.current_thread().name)
         raise InvalidRequestError("no")
 
-    monkeypatch.setattr(engine, "reset_prefix_cache", fail)
+    monkeypatch.setattr(engine.core, "reset_prefix_cache", fail)
     with pytest.raises(InvalidRequestError):
         await async_engine.reset_prefix_cache()
     assert threads == ["mini-infer-engine"]
@@ -54,12 +55,12 @@ async def test_a_call_of_a_dead_engine_fails(
     """Whether it comes after the engine's end, or waits for a step that ends it."""
     stepping, die = threading.Event(), threading.Event()
 
-    def last_step() -> list[RequestDelta]:
+    def last_step() -> list[RequestUpdate]:
         stepping.set()
         die.wait(5)
         raise RuntimeError("the engine's end")
 
-    monkeypatch.setattr(engine, "step", last_step)
+    monkeypatch.setattr(engine.core, "step", last_step)
     request = asyncio.create_task(text_of(async_engine, "Hello", "a"))
     await until(stepping.is_set)
     call = asyncio.create_task(async_engine.reset_prefix_cache())
@@ -81,7 +82,7 @@ async def test_a_caller_that_gave_up_on_a_call_is_forgotten(
         called.set()
         go.wait(5)
 
-    monkeypatch.setattr(engine, "reset_prefix_cache", wait)
+    monkeypatch.setattr(engine.core, "reset_prefix_cache", wait)
     call = asyncio.create_task(async_engine.reset_prefix_cache())
     await until(called.is_set)
     call.cancel()
@@ -103,9 +104,9 @@ async def test_after_drain_only_running_requests_are_served(async_engine: AsyncE
 async def test_a_request_that_takes_too_long_is_aborted(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, go = engine.step, threading.Event()
-    monkeypatch.setattr(engine, "step", lambda: step() if go.wait(0.002) else [])
-    async_engine = AsyncEngine(engine, request_timeout=0.001)
+    step, go = engine.core.step, threading.Event()
+    monkeypatch.setattr(engine.core, "step", lambda: step() if go.wait(0.002) else [])
+    async_engine = threaded(engine, request_timeout=0.001)
     with pytest.raises(RequestTimeoutError, match=r"0\.001 seconds"):
         async for _ in async_engine.generate("Hello", ENDLESS, request_id="a"):
             pass

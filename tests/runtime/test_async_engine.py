@@ -1,18 +1,22 @@
-"""The engine's thread and the event loop: delivery, aborts, failures."""
+"""The engine and the event loop: delivery, aborts, failures. Here the engine is in a thread,
+so that tests can reach into it; ``test_engine_process.py`` has it in its process."""
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import pytest
 
 from mini_infer.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
-from mini_infer.core.outputs import RequestDelta
+from mini_infer.core.outputs import RequestDelta, RequestUpdate
+from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.async_engine import OFF_LOOP_LENGTH, AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.engine_messages import News
+from tests.runtime.engine_host import threaded
 
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
@@ -22,19 +26,19 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 def engine() -> LLMEngine:
     """A dry run at the pace of a model: on a quick machine 4,000 invented tokens are no time."""
     engine = LLMEngine.from_options(dry_run=True, num_kv_blocks=1024)
-    step, pace = engine.step, threading.Event()
+    step, pace = engine.core.step, threading.Event()
 
-    def paced_step() -> list[RequestDelta]:
+    def paced_step() -> list[RequestUpdate]:
         pace.wait(0.001)
         return step()
 
-    engine.step = paced_step  # type: ignore[method-assign]
+    engine.core.step = paced_step  # type: ignore[method-assign]
     return engine
 
 
 @pytest.fixture
 async def async_engine(engine: LLMEngine) -> AsyncIterator[AsyncEngine]:
-    async_engine = AsyncEngine(engine)
+    async_engine = threaded(engine)
     yield async_engine
     async_engine.shutdown()
 
@@ -129,14 +133,14 @@ async def test_a_refused_prompt_is_raised_and_others_go_on(async_engine: AsyncEn
 async def test_an_engine_that_refuses_to_add_fails_that_request_only(
     engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = engine.add
+    add = engine.core.add
 
-    def refuse(processed: object) -> None:
-        if processed.request_id == "bad":  # type: ignore[attr-defined]
-            raise InvalidRequestError("never fits")
-        add(processed)  # type: ignore[arg-type]
+    def refuse(requests: Sequence[Request]) -> None:
+        if requests[0].request_id == "bad":
+            raise InvalidRequestError("never fits", "prompt")
+        add(requests)
 
-    monkeypatch.setattr(engine, "add", refuse)
+    monkeypatch.setattr(engine.core, "add", refuse)
     good, bad = await asyncio.gather(
         text_of(async_engine, "Hello", "good"),
         text_of(async_engine, "Hello", "bad"),
@@ -144,21 +148,22 @@ async def test_an_engine_that_refuses_to_add_fails_that_request_only(
     )
     assert isinstance(good, str)
     assert isinstance(bad, InvalidRequestError)
+    assert bad.param == "prompt"
     assert async_engine.healthy
 
 
 async def test_a_failing_step_ends_all_requests_and_later_ones(
     engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> list[RequestDelta]:
+    def fail() -> list[RequestUpdate]:
         raise RuntimeError("the device fell over")
 
-    monkeypatch.setattr(engine, "step", fail)
+    monkeypatch.setattr(engine.core, "step", fail)
     results = await asyncio.gather(
         *(text_of(async_engine, "Hello", f"{i}") for i in range(3)), return_exceptions=True
     )
     assert all(isinstance(result, EngineDeadError) for result in results)
-    assert "the server's log says why" in str(results[0])
+    assert "failed (RuntimeError)" in str(results[0])
     assert "fell over" not in str(results[0]), "a client need not see the inside"
     assert not async_engine.healthy
     with pytest.raises(EngineDeadError):
@@ -166,7 +171,7 @@ async def test_a_failing_step_ends_all_requests_and_later_ones(
 
 
 async def test_shutdown_ends_running_requests(engine: LLMEngine) -> None:
-    async_engine = AsyncEngine(engine)
+    async_engine = threaded(engine)
     deltas = async_engine.generate("Hello", ENDLESS, request_id="a")
     await anext(deltas)
     async_engine.shutdown()
@@ -181,8 +186,8 @@ async def test_shutdown_before_the_first_request(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(engine, "shutdown", lambda: calls.append("shutdown"))
-    async_engine = AsyncEngine(engine)
+    monkeypatch.setattr(engine.core, "shutdown", lambda: calls.append("shutdown"))
+    async_engine = threaded(engine)
     async_engine.shutdown()
     async_engine.shutdown()
     assert calls == ["shutdown"]
@@ -190,45 +195,42 @@ async def test_shutdown_before_the_first_request(
         await text_of(async_engine, "Hello", "a")
 
 
-async def test_a_step_is_delivered_in_one_call(
+async def test_a_step_is_one_message(
     engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps_with_deltas = 0
-    calls = 0
-    step = engine.step
-    loop = asyncio.get_running_loop()
-    call_soon_threadsafe = loop.call_soon_threadsafe
+    steps_with_news = 0
+    messages: list[News] = []
+    step, on_news = engine.core.step, async_engine._on_news
 
-    def counting_step() -> list[RequestDelta]:
-        nonlocal steps_with_deltas
-        deltas = step()
-        steps_with_deltas += bool(deltas)
-        return deltas
+    def counting_step() -> list[RequestUpdate]:
+        nonlocal steps_with_news
+        updates = step()
+        steps_with_news += bool(updates)
+        return updates
 
-    def counting_call(*args: object, **kwargs: object) -> asyncio.Handle:
-        nonlocal calls
-        calls += 1
-        return call_soon_threadsafe(*args, **kwargs)  # type: ignore[arg-type]
+    def counting(news: News) -> None:
+        messages.append(news)
+        on_news(news)
 
-    monkeypatch.setattr(engine, "step", counting_step)
-    monkeypatch.setattr(loop, "call_soon_threadsafe", counting_call)
+    monkeypatch.setattr(engine.core, "step", counting_step)
+    monkeypatch.setattr(async_engine, "_on_news", counting)
     await asyncio.gather(*(text_of(async_engine, "Hello", f"{i}") for i in range(8)))
-    assert calls == steps_with_deltas
-    assert calls < 8 * 8
+    assert sum(bool(news.updates) for news in messages) == steps_with_news
+    assert steps_with_news < 8 * 8
 
 
 async def test_an_idle_engine_takes_no_steps(
     engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 0
-    step = engine.step
+    step = engine.core.step
 
-    def counting_step() -> list[RequestDelta]:
+    def counting_step() -> list[RequestUpdate]:
         nonlocal steps
         steps += 1
         return step()
 
-    monkeypatch.setattr(engine, "step", counting_step)
+    monkeypatch.setattr(engine.core, "step", counting_step)
     await text_of(async_engine, "Hello", "a")
     after_answer = steps
     await asyncio.sleep(0.02)
@@ -309,7 +311,7 @@ async def test_long_prompts_are_tokenised_off_the_loop(
 def test_the_thread_ends_when_its_event_loop_is_gone(
     engine: LLMEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async_engine = AsyncEngine(engine)
+    async_engine = threaded(engine)
 
     async def leave_running() -> None:
         deltas = async_engine.generate("Hello", ENDLESS, request_id="a")

@@ -132,7 +132,7 @@ def test_a_request_that_is_not_streamed_ends_early_with_what_it_has(depth: int, 
     if how == "abort":
         engine.abort("a")
     else:
-        engine._executor.fail_at = set(range(100))  # type: ignore[attr-defined]
+        engine.core.executor.fail_at = set(range(100))  # type: ignore[attr-defined]
     choice = run(engine)["a"].outputs[0]
     assert choice.finish_reason == how
     assert 0 < len(choice.token_ids) < 50

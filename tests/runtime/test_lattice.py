@@ -197,7 +197,7 @@ def test_choices_of_one_request_differ_and_repeat_with_a_seed() -> None:
 
 def test_a_model_that_raises_ends_its_requests_and_the_next_ones_are_served() -> None:
     engine = tiny_engine()
-    model = engine._executor._runner.model  # type: ignore[attr-defined]
+    model = engine.core.executor._runner.model  # type: ignore[attr-defined]
     expected = generate(engine, [PROMPTS[0]], PARAMS[0])
     original = model.compute_logits
     model.compute_logits = lambda hidden: 1 / 0
@@ -214,7 +214,7 @@ def test_a_step_that_fails_while_it_admits_leaves_no_trace_in_the_cache() -> Non
     cold = generate(tiny_engine(depth=2, block_size=4), [shared], params)
     engine = tiny_engine(depth=2, block_size=4, max_num_seqs=1)
     generate(engine, [shared], params)
-    state = engine._executor._runner.state  # type: ignore[attr-defined]
+    state = engine.core.executor._runner.state  # type: ignore[attr-defined]
     original, calls = state.take_in, []
 
     def failing(batch: object) -> None:

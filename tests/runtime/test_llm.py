@@ -251,7 +251,7 @@ def test_ctrl_c_within_a_step_leaves_the_engine_usable(
 
 def interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Ctrl-C in the middle of the third launch from now on, or while its result is waited for."""
-    original = llm.engine._executor.submit
+    original = llm.engine.core.executor.submit
     count = 0
 
     class Interrupted:
@@ -274,7 +274,7 @@ def interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
             raise KeyboardInterrupt
         return Interrupted(original(batch))
 
-    monkeypatch.setattr(llm.engine._executor, "submit", submit)
+    monkeypatch.setattr(llm.engine.core.executor, "submit", submit)
 
 
 def test_ctrl_c_in_a_stream_leaves_the_engine_usable(
@@ -293,7 +293,7 @@ def test_a_model_that_raises_is_a_typed_error(
     llm: LLM, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._executor, "submit", lambda batch: 1 / 0)
+        patch.setattr(llm.engine.core.executor, "submit", lambda batch: 1 / 0)
         run: Any = llm.stream if streamed else functools.partial(texts, llm)
         with pytest.raises(StepError, match=r"request-\d+: ZeroDivisionError"):
             list(run("hello", GREEDY))

@@ -138,7 +138,7 @@ def test_a_device_that_failed_ends_the_engine_and_not_one_request_after_another(
         raise torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with ...")
 
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
-    monkeypatch.setattr(engine._executor._runner, "_forward", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine.core.executor._runner, "_forward", fail)  # type: ignore[attr-defined]
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=r"illegal memory access\): restart"):
             engine.step()

@@ -78,7 +78,7 @@ def test_prompt_log_probabilities_nobody_asked_for(bench: Bench) -> None:
     assert bench.deltas[0].prompt_logprobs is None
 
 
-def test_metrics_come_from_the_events_and_the_times_of_tokens_from_the_request(
+def test_metrics_come_from_the_events_and_the_times_of_tokens_from_the_updates(
     bench: Bench,
 ) -> None:
     bench.now = 1.0
@@ -94,9 +94,8 @@ def test_metrics_come_from_the_events_and_the_times_of_tokens_from_the_request(
     ):
         bench.events.emit(event)
     bench.now = 10.0
-    bench.requests["r"].first_token_time = 6.0
-    bench.requests["r"].last_token_time = 7.0
-    bench.update("aa", "length")
+    bench.update("a", time=6.0)
+    bench.update("a", "length", time=7.0)
     metrics = bench.output.metrics
     assert metrics.queued_time == 2.0
     assert metrics.first_scheduled_time == 3.0
@@ -117,9 +116,9 @@ def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
         Finished(5.0, first, "length", 3, 1),
     ):
         bench.events.emit(event)
-    for name, times in ((first, (4.0, 4.5)), (second, (3.0, 3.5))):
-        bench.requests[name].first_token_time, bench.requests[name].last_token_time = times
-    bench.update("a", "length", request_id=first)
+    bench.update("a", request_id=second, time=3.0)
+    bench.update("a", request_id=first, time=4.0)
+    bench.update("a", "length", request_id=first, time=4.5)
     bench.now = 6.0
     deltas = bench.processor.abort("r")
     assert deltas[0].output is not None
@@ -127,6 +126,15 @@ def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
     assert (metrics.queued_time, metrics.first_scheduled_time) == (1.0, 2.5)
     assert (metrics.first_token_time, metrics.last_token_time) == (3.0, 4.5)
     assert metrics.finished_time == 6.0
+
+
+def test_metrics_of_a_request_that_is_told_at_its_end_come_with_its_end(bench: Bench) -> None:
+    bench.add(stream=False)
+    bench.events.emit(Finished(9.0, "r", "length", 3, 2, 6.0, 7.0))
+    bench.update("aa", "length")
+    metrics = bench.output.metrics
+    assert (metrics.first_token_time, metrics.last_token_time) == (6.0, 7.0)
+    assert metrics.finished_time == 9.0
 
 
 def test_metrics_of_a_request_that_ends_before_its_first_token(bench: Bench) -> None:

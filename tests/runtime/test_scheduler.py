@@ -97,7 +97,7 @@ def test_without_chunked_prefill_every_prompt_runs_whole() -> None:
 def test_a_step_never_exceeds_its_token_budget() -> None:
     engine = fake_engine(max_num_batched_tokens=7)
     generate(engine, [prompt_of(30, i) for i in range(5)], greedy(5))
-    executor = engine._executor
+    executor = engine.core.executor
     assert max(batch.num_tokens for batch in executor.batches) <= 7  # type: ignore[attr-defined]
 
 
@@ -116,13 +116,13 @@ def test_decoding_requests_go_first_and_are_never_delayed_by_a_long_prompt() -> 
 def test_steps_in_flight_reach_the_depth_and_not_more(depth: int) -> None:
     engine = fake_engine(depth=depth)
     generate(engine, [prompt_of(9, i) for i in range(4)], greedy(12, ignore_eos=True))
-    assert engine._executor.max_in_flight == depth  # type: ignore[attr-defined]
+    assert engine.core.executor.max_in_flight == depth  # type: ignore[attr-defined]
 
 
 def test_depth_two_does_not_run_past_the_last_token() -> None:
     engine = fake_engine(depth=2)
     generate(engine, [prompt_of(5)], greedy(6, ignore_eos=True))
-    batches = engine._executor.batches  # type: ignore[attr-defined]
+    batches = engine.core.executor.batches  # type: ignore[attr-defined]
     assert sum(chunk.samples for batch in batches for chunk in batch.chunks) == 6
 
 
@@ -283,7 +283,7 @@ def test_aborting_an_unknown_id_is_no_error() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_that_raises_ends_only_the_requests_it_held(depth: int) -> None:
     engine = fake_engine(depth=depth, max_num_seqs=2)
-    engine._executor.fail_at = {3}  # type: ignore[attr-defined]
+    engine.core.executor.fail_at = {3}  # type: ignore[attr-defined]
     for index in range(4):
         engine.add_request(str(index), prompt_of(5, index), greedy(9, ignore_eos=True))
     outputs = run(engine)
@@ -299,7 +299,7 @@ def test_chunks_of_a_step_are_in_policy_order() -> None:
     for index, priority in enumerate([3, 1, 2, 0]):
         engine.add_request(str(index), prompt_of(4, index), greedy(3), priority=priority)
     step(engine)
-    batch = engine._executor.batches[0]  # type: ignore[attr-defined]
+    batch = engine.core.executor.batches[0]  # type: ignore[attr-defined]
     assert [chunk.request_id for chunk in batch.chunks] == ["3", "1", "2", "0"]
     run(engine)
 
@@ -309,7 +309,9 @@ def test_an_unfinished_chunk_neither_samples_nor_streams__regression_18() -> Non
     engine.add_request("a", prompt_of(18), greedy(3))
     deltas = [step(engine) for _ in range(3)]
     assert deltas == [[], [], []]
-    assert [chunk.samples for b in engine._executor.batches for chunk in b.chunks] == [False] * 3  # type: ignore[attr-defined]
+    assert [chunk.samples for b in engine.core.executor.batches for chunk in b.chunks] == [
+        False
+    ] * 3  # type: ignore[attr-defined]
     run(engine)
 
 
@@ -373,7 +375,7 @@ def test_regression_16_rows_come_in_arrival_order() -> None:
     for name in ("zeta", "alpha", "mid"):
         engine.add_request(name, prompt_of(4), greedy(4, ignore_eos=True))
     run(engine)
-    for batch in engine._executor.batches:  # type: ignore[attr-defined]
+    for batch in engine.core.executor.batches:  # type: ignore[attr-defined]
         assert [chunk.request_id for chunk in batch.chunks] == ["zeta", "alpha", "mid"]
 
 

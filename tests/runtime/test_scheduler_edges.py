@@ -83,7 +83,7 @@ def test_without_chunked_prefill_a_step_stays_within_what_buffers_are_made_for()
     step(engine)
     engine.add_request("long", prompt_of(60, 9), greedy(2))
     run(engine)
-    largest = max(batch.num_tokens for batch in engine._executor.batches)  # type: ignore[attr-defined]
+    largest = max(batch.num_tokens for batch in engine.core.executor.batches)  # type: ignore[attr-defined]
     assert 64 < largest <= engine.config.max_step_tokens
 
 
@@ -150,7 +150,7 @@ def test_only_a_prefix_that_is_worth_it_is_waited_for(shared: int, own: int, wai
     engine.add_request("first", [*head, *prompt_of(own, 1)], greedy(3))
     engine.add_request("second", [*head, 1, *prompt_of(own, 2)], greedy(3))
     step(engine)
-    (batch,) = engine._executor.batches  # type: ignore[attr-defined]
+    (batch,) = engine.core.executor.batches  # type: ignore[attr-defined]
     assert len(batch.chunks) == (1 if waits else 2)
     assert run(engine)["second"].num_cached_tokens == (shared if waits else 0)
 
@@ -160,7 +160,7 @@ def test_who_waits_for_a_prefix_that_never_comes_computes_it(failing: bool) -> N
     engine = fake_engine(block_size=4, max_num_batched_tokens=8)
     prompt = prompt_of(30)
     if failing:
-        engine._executor.fail_at = {1}  # type: ignore[attr-defined]
+        engine.core.executor.fail_at = {1}  # type: ignore[attr-defined]
     engine.add_request("first", prompt, greedy(5))
     engine.add_request("same", prompt, greedy(5))
     step(engine)
@@ -179,6 +179,6 @@ def test_nobody_waits_for_a_prefix_that_it_could_not_use(options: dict[str, bool
     engine.add_request("first", prompt_of(20), greedy(3))
     engine.add_request("same", prompt_of(20), greedy(3, **asks))
     step(engine)
-    (batch,) = engine._executor.batches  # type: ignore[attr-defined]
+    (batch,) = engine.core.executor.batches  # type: ignore[attr-defined]
     assert [chunk.request_id for chunk in batch.chunks] == ["first", "same"]
     run(engine)

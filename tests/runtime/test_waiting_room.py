@@ -13,7 +13,6 @@ def test_choices_wait_from_the_door_to_their_first_step() -> None:
     room = WaitingRoom(engine.events, limit=9)
     room.enter(4)
     assert room.num_waiting == 4
-    room.pass_on(4)
     engine.add_request("a", "Hello", SamplingParams(n=4, max_tokens=2, ignore_eos=True))
     assert room.num_waiting == 4
     engine.step()
@@ -26,6 +25,7 @@ def test_choices_wait_from_the_door_to_their_first_step() -> None:
 def test_who_is_aborted_waits_no_longer() -> None:
     engine = LLMEngine.from_options(dry_run=True)
     room = WaitingRoom(engine.events, limit=9)
+    room.enter(3)
     engine.add_request("a", "Hello", SamplingParams(n=3))
     assert room.num_waiting == 3
     engine.abort("a")

@@ -1,4 +1,4 @@
-"""A dry-run server in this process, and helpers to read its answers."""
+"""A dry-run server in this process, its engine too, and helpers to read its answers."""
 
 import contextlib
 import json
@@ -13,9 +13,12 @@ import uvicorn
 
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.engine_core import EngineCore
+from mini_infer.runtime.tokenizer import Tokenizer
 from mini_infer.serving.app import create_app
+from mini_infer.serving.listener import bind
 from mini_infer.serving.options import ServerOptions
-from mini_infer.serving.server import bind
+from tests.runtime.engine_host import threaded
 
 MODEL = "dry-model"
 CHAT = "/v1/chat/completions"
@@ -25,7 +28,8 @@ COMPLETIONS = "/v1/completions"
 @dataclass
 class LiveServer:
     url: str
-    engine: LLMEngine
+    engine: EngineCore
+    tokenizer: Tokenizer
     async_engine: AsyncEngine
     client: httpx.Client
 
@@ -63,7 +67,7 @@ def live_server(
 ) -> Iterator[LiveServer]:
     server_options = server_options or ServerOptions()
     engine = LLMEngine.from_options(dry_run=True, served_model_name=MODEL, **options)
-    async_engine = AsyncEngine(
+    async_engine = threaded(
         engine,
         max_num_queued=server_options.max_num_queued,
         request_timeout=server_options.request_timeout,
@@ -76,7 +80,7 @@ def live_server(
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     with httpx.Client(base_url=url, timeout=10) as client:
-        yield LiveServer(url, engine, async_engine, client)
+        yield LiveServer(url, engine.core, engine.tokenizer, async_engine, client)
     server.should_exit = True
     thread.join(5)
     async_engine.shutdown()

@@ -184,13 +184,13 @@ def test_template_variables_reach_the_template(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
-    apply = server.engine.tokenizer.apply_chat_template
+    apply = server.tokenizer.apply_chat_template
 
     def recording(messages: Any, **kwargs: Any) -> str:
         seen.update(kwargs)
         return apply(messages)
 
-    monkeypatch.setattr(server.engine.tokenizer, "apply_chat_template", recording)
+    monkeypatch.setattr(server.tokenizer, "apply_chat_template", recording)
     server.chat(chat_template_kwargs={"enable_thinking": False}, **GREEDY)
     assert seen == {"add_generation_prompt": True, "enable_thinking": False}
 
@@ -246,9 +246,9 @@ def test_priority_reaches_the_scheduler(
     seen: list[int] = []
     add = server.engine.add
 
-    def recording(processed: Any) -> None:
-        seen.append(processed.requests[0].priority)
-        add(processed)
+    def recording(requests: Any) -> None:
+        seen.append(requests[0].priority)
+        add(requests)
 
     monkeypatch.setattr(server.engine, "add", recording)
     assert server.chat(priority=-3, **GREEDY).status_code == 200
@@ -286,9 +286,9 @@ def test_sampling_fields_reach_the_engine(
     seen: list[Any] = []
     add = server.engine.add
 
-    def recording(processed: Any) -> None:
-        seen.append(getattr(processed.params, field))
-        add(processed)
+    def recording(requests: Any) -> None:
+        seen.append(getattr(requests[0].params, field))
+        add(requests)
 
     monkeypatch.setattr(server.engine, "add", recording)
     assert server.chat(**{"max_tokens": 4} | fields).status_code == 200

@@ -7,10 +7,10 @@ from fastapi.testclient import TestClient
 
 from mini_infer.core.errors import EngineDeadError, MiniInferError, StepError
 from mini_infer.core.outputs import RequestDelta
-from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.app import create_app
 from mini_infer.serving.errors import error_object, raise_for_failure
+from tests.runtime.engine_host import threaded
 from tests.serving.live import CHAT, COMPLETIONS, LiveServer
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -360,7 +360,7 @@ def test_an_error_object_is_always_text() -> None:
 
 def test_an_unexpected_fault_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LLMEngine.from_options(dry_run=True)
-    app = create_app(AsyncEngine(engine))
+    app = create_app(threaded(engine))
 
     def fail(*args: object, **kwargs: object) -> str:
         raise RuntimeError("a secret detail")
@@ -375,7 +375,7 @@ def test_an_unexpected_fault_shows_no_traceback(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_dead_engine_answers_503(stream: bool) -> None:
-    async_engine = AsyncEngine(LLMEngine.from_options(dry_run=True))
+    async_engine = threaded(LLMEngine.from_options(dry_run=True))
     with TestClient(create_app(async_engine)) as client:
         assert client.get("/health").json() == {"status": "ok"}
         async_engine.shutdown()
@@ -404,7 +404,7 @@ def test_what_a_step_raised_is_told_to_the_log_only(
     num_good_steps: int,
 ) -> None:
     engine = LLMEngine.from_options(dry_run=True)
-    submit = engine._executor.submit
+    submit = engine.core.executor.submit
     steps = iter(range(100))
 
     def fail_later(batch: Any) -> Any:
@@ -412,8 +412,8 @@ def test_what_a_step_raised_is_told_to_the_log_only(
             raise RuntimeError("a secret detail")
         return submit(batch)
 
-    monkeypatch.setattr(engine._executor, "submit", fail_later)
-    with TestClient(create_app(AsyncEngine(engine))) as client:
+    monkeypatch.setattr(engine.core.executor, "submit", fail_later)
+    with TestClient(create_app(threaded(engine))) as client:
         response = client.post(
             CHAT, json={"messages": HELLO, "stream": stream, "ignore_eos": True, "max_tokens": 9}
         )

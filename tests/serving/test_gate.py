@@ -166,7 +166,7 @@ def test_a_fault_has_an_id_too(gated: LiveServer, monkeypatch: pytest.MonkeyPatc
     def fail(*args: object, **kwargs: object) -> str:
         raise RuntimeError
 
-    monkeypatch.setattr(gated.engine.tokenizer, "apply_chat_template", fail)
+    monkeypatch.setattr(gated.tokenizer, "apply_chat_template", fail)
     response = gated.client.post(CHAT, json=HELLO, headers=KEY | {"x-request-id": "faulty"})
     assert (response.status_code, response.headers["x-request-id"]) == (500, "faulty")
 

@@ -64,7 +64,7 @@ def test_a_profile_is_a_trace_of_the_steps(profiled: LiveServer, tmp_path: Path)
 @pytest.mark.parametrize("text", ["Hello", "", "caf\u00e9 \U0001f600", "<|im_end|>x", "x" * 9000])
 def test_tokens_there_and_back(server: LiveServer, text: str) -> None:
     answer = server.client.post("/tokenize", json={"prompt": text}).json()
-    assert answer["tokens"] == server.engine.tokenizer.encode(text)
+    assert answer["tokens"] == server.tokenizer.encode(text)
     assert answer["count"] == len(answer["tokens"])
     assert (answer["max_model_len"], answer["token_strs"]) == (4096, None)
     body = {"tokens": answer["tokens"], "model": MODEL}
@@ -76,7 +76,7 @@ def test_tokens_of_messages_are_those_of_a_chat(server: LiveServer) -> None:
     answer = server.client.post("/tokenize", json=body).json()
     usage = server.chat("Hello", max_tokens=1).json()["usage"]
     assert answer["count"] == usage["prompt_tokens"]
-    assert "".join(answer["token_strs"]) == server.engine.tokenizer.decode(
+    assert "".join(answer["token_strs"]) == server.tokenizer.decode(
         answer["tokens"], skip_special_tokens=False
     )
     body = {"messages": HELLO, "add_generation_prompt": False}
@@ -92,7 +92,7 @@ def test_special_tokens_are_the_callers_choice(
         seen.append(add_special_tokens)
         return [1]
 
-    monkeypatch.setattr(server.engine.tokenizer, "encode", encode)
+    monkeypatch.setattr(server.tokenizer, "encode", encode)
     for kind in ({"prompt": "x"}, {"messages": HELLO}):
         for choice in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
             server.client.post("/tokenize", json=kind | choice)

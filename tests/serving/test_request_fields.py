@@ -26,8 +26,8 @@ def token_ids_of(events: list[dict[str, Any]], index: int = 0) -> list[int]:
 def test_chat_returns_token_ids(server: LiveServer, fields: dict[str, Any]) -> None:
     body = {**GREEDY, "return_token_ids": True, **fields}
     answer = server.chat(**body).json()
-    prompt = server.engine.tokenizer.apply_chat_template(HELLO)
-    assert answer["prompt_token_ids"] == server.engine.tokenizer.encode(prompt, False)
+    prompt = server.tokenizer.apply_chat_template(HELLO)
+    assert answer["prompt_token_ids"] == server.tokenizer.encode(prompt, False)
     events = server.stream(CHAT, messages=HELLO, **body)
     told = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
     assert told == [answer["prompt_token_ids"]]
@@ -112,23 +112,23 @@ def test_a_final_message_is_continued(server: LiveServer, monkeypatch: pytest.Mo
         **GREEDY,
     }
     answer = server.client.post(CHAT, json=body).json()
-    prompt = server.engine.tokenizer.apply_chat_template(HELLO) + "Well, "
-    assert answer["usage"]["prompt_tokens"] == len(server.engine.tokenizer.encode(prompt))
+    prompt = server.tokenizer.apply_chat_template(HELLO) + "Well, "
+    assert answer["usage"]["prompt_tokens"] == len(server.tokenizer.encode(prompt))
     text = server.complete(prompt, **GREEDY).json()["choices"][0]["text"]
     assert answer["choices"][0]["message"]["content"] == text
 
     template = HERMES.replace("message.content", "message.content | trim")
     prompts: list[str] = []
-    use_template(monkeypatch, server.engine.tokenizer, template, prompts)
+    use_template(monkeypatch, server.tokenizer, template, prompts)
     token_ids = server.client.post(CHAT, json={**body, "return_token_ids": True}).json()
-    shown = server.engine.tokenizer.decode(token_ids["prompt_token_ids"])
+    shown = server.tokenizer.decode(token_ids["prompt_token_ids"])
     assert shown.endswith("assistant\nWell,")
 
 
 def test_a_message_that_the_template_drops_is_not_continued(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_template(monkeypatch, server.engine.tokenizer, "nothing")
+    use_template(monkeypatch, server.tokenizer, "nothing")
     response = server.chat(continue_final_message=True)
     assert response.status_code == 400
     assert "does not show the final message" in response.json()["error"]["message"]

@@ -88,8 +88,8 @@ def test_a_list_of_messages(server: LiveServer) -> None:
         {"role": "assistant", "content": "Hi."},
         {"role": "user", "content": "And now?"},
     ]
-    prompt = server.engine.tokenizer.apply_chat_template(messages)
-    assert answer["usage"]["input_tokens"] == len(server.engine.tokenizer.encode(prompt))
+    prompt = server.tokenizer.apply_chat_template(messages)
+    assert answer["usage"]["input_tokens"] == len(server.tokenizer.encode(prompt))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_earlier_thoughts_reach_the_template(
 ) -> None:
     prompts: list[str] = []
     template = HERMES.replace("message.content", "message.reasoning_content|default('') + '|'")
-    use_template(monkeypatch, server.engine.tokenizer, template, prompts)
+    use_template(monkeypatch, server.tokenizer, template, prompts)
     items = [
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
         {"role": "assistant", "content": "Yes."},
@@ -217,7 +217,7 @@ def test_what_cannot_be_honoured_is_refused(
 def test_what_a_template_refuses_is_the_inputs_fault(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_template(monkeypatch, server.engine.tokenizer, "{{ raise_exception('no') }}")
+    use_template(monkeypatch, server.tokenizer, "{{ raise_exception('no') }}")
     error = server.client.post(RESPONSES, json={"input": "Hello"}).json()["error"]
     assert error["param"] == "input"
 

@@ -14,18 +14,19 @@ import pytest
 
 from mini_infer import __version__
 from mini_infer.core.errors import InvalidConfigError
-from mini_infer.serving.server import bind
+from mini_infer.serving.listener import bind
 from tests.serving.live import CHAT, MODEL, LiveServer, wait_for
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-from mini_infer import LLMEngine
+from mini_infer.runtime.engine_process import EngineStarter
 from mini_infer.serving.server import run_server
-run_server(LLMEngine.from_options(dry_run=True), "127.0.0.1", 0)
+run_server(EngineStarter({"dry_run": True}), "127.0.0.1", 0)
 heavy = ("torch", "transformers", "numpy", "jinja2", "tokenizers", "prometheus_client")
 print([name for name in heavy if name in sys.modules], flush=True)
 """
+SLOW_PROGRAM = PROGRAM.replace("True}", 'True, "scheduling_policy": "tests.runtime.hooks:Slow"}')
 
 
 def test_models(server: LiveServer) -> None:
@@ -138,14 +139,8 @@ def refuses_connections(url: str) -> bool:
 
 
 def test_a_second_signal_ends_running_requests_with_an_error_object() -> None:
-    slow = """
-import time
-step = LLMEngine.step
-LLMEngine.step = lambda self: (time.sleep(0.01), step(self))[1]
-"""
-    program = PROGRAM.replace("run_server(", f"{slow}run_server(", 1)
     with subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", SLOW_PROGRAM],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -172,15 +167,9 @@ LLMEngine.step = lambda self: (time.sleep(0.01), step(self))[1]
 
 
 def test_the_first_signal_lets_running_requests_finish_and_refuses_new_ones() -> None:
-    slow = """
-import time
-step = LLMEngine.step
-LLMEngine.step = lambda self: (time.sleep(0.01), step(self))[1]
-"""
-    program = PROGRAM.replace("run_server(", f"{slow}run_server(", 1)
     message = {"messages": [{"role": "user", "content": "hi"}]}
     with subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", SLOW_PROGRAM],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

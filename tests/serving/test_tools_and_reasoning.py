@@ -27,7 +27,7 @@ PROMPTS: list[str] = []
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[LiveServer]:
     with pytest.MonkeyPatch.context() as patch, live_server(max_model_len=4096) as server:
-        use_template(patch, server.engine.tokenizer, HERMES, PROMPTS)
+        use_template(patch, server.tokenizer, HERMES, PROMPTS)
         yield server
 
 
@@ -167,7 +167,7 @@ def test_thoughts_that_the_template_opens(
 def test_a_template_without_tools_refuses_them(
     thinker: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_template(monkeypatch, thinker.engine.tokenizer, "{{ messages }}")
+    use_template(monkeypatch, thinker.tokenizer, "{{ messages }}")
     function = {"name": "f", "arguments": "{}"}
     called = [{"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}]
     for fields, param, text in (
@@ -198,7 +198,7 @@ def test_a_dry_run_knows_tools_too(monkeypatch: pytest.MonkeyPatch, server: Live
 def test_a_form_that_is_not_known_is_refused(
     thinker: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_template(monkeypatch, thinker.engine.tokenizer, "{{ tools }}[TOOL_CALLS]")
+    use_template(monkeypatch, thinker.tokenizer, "{{ tools }}[TOOL_CALLS]")
     response = thinker.chat(tools=[WEATHER])
     assert response.status_code == 400
     assert "a form that is not known" in response.json()["error"]["message"]

@@ -1,0 +1,211 @@
+"""The engine's loop on token ids: keep ``depth`` steps in flight, take in the oldest.
+
+It knows no text, so that it can run in a process of its own (``engine_main.py``) while another one
+tokenizes, detokenizes and speaks HTTP.
+"""
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import EngineDeadError, MiniInferError, StepError
+from mini_infer.core.events import EventStream
+from mini_infer.core.outputs import FinishReason, RequestUpdate
+from mini_infer.core.request import Request
+from mini_infer.runtime.executor import Executor, MaskedStepHandle, StepHandle
+from mini_infer.runtime.grammar_compiler import GrammarCompiler
+from mini_infer.runtime.grammar_requests import GrammarRequests
+from mini_infer.runtime.scheduler import Scheduler
+from mini_infer.runtime.step_results import end_update
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Requests in, updates of token ids out. Not thread-safe: one thread adds, steps and ends.
+
+    ::
+
+        add ─► Scheduler.schedule ─► Executor.submit ──┐  at most ``depth`` in flight
+                                                       ▼
+        updates ◄──────── Scheduler.update ◄── StepHandle.result
+
+    Depth 1 is synchronous; depth 2 schedules and launches a step before the last one's tokens are
+    known, which hides the host behind the device.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        events: EventStream | None = None,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Starts the executor, which loads the model. Without ``grammars`` it takes no requests
+        with structured outputs."""
+        num_blocks = executor.start()
+        self.config = config = replace(config, num_kv_blocks=num_blocks)
+        self.events = events or EventStream()
+        self.executor = executor
+        self.scheduler = Scheduler(config, num_blocks, self.events)
+        self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
+        self._submit_failed = False
+        self._grammars = GrammarRequests(grammars, config.model_config.vocab_size)
+        self._unsampled: MaskedStepHandle | None = None
+        """The last step in flight, while it waits for its masks."""
+        self._froze_heap = False
+
+    def freeze_heap(self) -> None:
+        """Takes what stands now out of the garbage collector's sight, until ``shutdown``. Each full
+        pass would walk through all of it, torch's hundreds of thousands of objects too, while a
+        step waits 0.1 to 0.4 s."""
+        gc.collect()
+        gc.freeze()
+        self._froze_heap = True
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queues the choices of one caller's request, all or none; their ids are not in use.
+
+        Those with a grammar that is yet to be compiled are queued once it is.
+
+        Raises:
+            InvalidRequestError: one could not finish even alone in the KV pool, or has no grammar.
+            PolicyError: a user's scheduling policy failed on it.
+        """
+        if self._grammars.admit(requests):
+            self._schedule(requests)
+
+    def _schedule(self, requests: Sequence[Request]) -> None:
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+        except MiniInferError:
+            for request in requests:
+                self.scheduler.abort(request.request_id)
+            raise
+
+    def finish(
+        self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """Ends a choice from outside and frees its blocks at once: a stop string in its text, or an
+        abort. There is no update of it then. An unknown or finished id is no error."""
+        self._grammars.drop(request_id)
+        self.scheduler.finish(request_id, reason, stop_reason)
+
+    def has_unfinished(self) -> bool:
+        """True while ``step`` has something to do."""
+        return bool(self._in_flight or self.scheduler.has_unfinished() or self._grammars)
+
+    def step(self) -> list[RequestUpdate]:
+        """Launches what can run, takes in the oldest step in flight, returns what is new.
+
+        A step that raises ends the requests that it held, with finish reason ``error``; a user's
+        policy that raises, the request that it was asked about. All others go on.
+
+        Raises:
+            EngineDeadError: the device failed for good, and every further step would.
+        """
+        refused = self._schedule_compiled()
+        while (
+            len(self._in_flight) < self.config.depth
+            and not self._submit_failed
+            and self._unsampled is None
+        ):
+            batch = self.scheduler.schedule()
+            if batch is None:
+                break
+            self._submit(self._grammars.mark(batch))
+            self._sample_if_known()
+        news = self._take_in_oldest() if self._in_flight else []
+        self._sample_if_known()
+        return refused + self.scheduler.take_failures() + news
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests go on."""
+        self.scheduler.cache.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Frees the executor's memory and processes; harmless when called twice."""
+        self.executor.shutdown()
+        if self._froze_heap:
+            self._froze_heap = False
+            gc.unfreeze()
+
+    def _submit(self, batch: ScheduledBatch) -> None:
+        """Launches a step. It counts as in flight even where Ctrl-C cuts that short, as it does in
+        the scheduler."""
+        handle: StepHandle = _FailedStep(StepError("interrupted while it was launched"))
+        try:
+            handle = self.executor.submit(batch)
+        except Exception as error:
+            handle = _FailedStep(error)
+        finally:
+            # Its admissions may not have reached the device, so no step may build on it.
+            self._submit_failed = isinstance(handle, _FailedStep)
+            self._in_flight.append((batch, handle))
+            if batch.masked and isinstance(handle, MaskedStepHandle):
+                self._unsampled = handle
+
+    def _schedule_compiled(self) -> list[RequestUpdate]:
+        """Queues requests whose grammar is there by now; the updates of those that get none."""
+        refused: list[RequestUpdate] = []
+        idle = not (self._in_flight or self.scheduler.has_unfinished())
+        for requests, error in self._grammars.take_compiled(idle):
+            try:
+                if error is None:
+                    self._schedule(requests)
+            except MiniInferError as raised:
+                error = str(raised)
+            if error is not None:
+                refused += [end_update(request, "error", error) for request in requests]
+        return refused
+
+    def _sample_if_known(self) -> None:
+        """Lets the step that waits for its masks sample, once all tokens before it are known."""
+        if self._unsampled is None or len(self._in_flight) > 1:
+            return
+        handle, self._unsampled = self._unsampled, None
+        batch, _ = self._in_flight[0]
+        failed: Exception | None = StepError("interrupted while it sampled")
+        try:
+            handle.sample(self._grammars.masks(batch))
+            failed = None
+        except Exception as error:
+            failed = error
+        finally:
+            if failed is not None:
+                self._submit_failed = True
+                self._in_flight[0] = batch, _FailedStep(failed)
+
+    def _take_in_oldest(self) -> list[RequestUpdate]:
+        batch, handle = self._in_flight[0]  # where it stays if Ctrl-C ends the wait
+        try:
+            result = handle.result()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._forget_oldest()
+            logger.exception("step %d failed; its requests end with an error", batch.step_id)
+            return self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
+        self._forget_oldest()
+        return self.scheduler.update(batch, result)
+
+    def _forget_oldest(self) -> None:
+        self._in_flight.popleft()
+        if not self._in_flight:
+            self._submit_failed = False
+
+
+class _FailedStep:
+    """A step that raised when it was submitted; told when its turn comes."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> NoReturn:
+        raise self._error

@@ -1,0 +1,95 @@
+"""The engine's process: loads a model, then serves it to the process that started this one.
+
+    python -c "..." ENDPOINT PRELOAD
+
+``EngineProcess`` starts it. Standard input is the parent's lifeline: it ends when the parent does,
+however that ends, and this process with it.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import zmq
+
+from mini_infer.core.errors import DEBUG
+from mini_infer.runtime.engine_core import EngineCore
+from mini_infer.runtime.engine_loop import EngineLoop
+from mini_infer.runtime.engine_messages import (
+    Failed,
+    Failure,
+    Link,
+    Load,
+    Loaded,
+    ToEngine,
+    ToServer,
+    to_server,
+)
+from mini_infer.runtime.grammar_compiler import GrammarCompiler
+from mini_infer.runtime.resolve import resolve_engine
+
+MAX_STEPS_AHEAD = 16
+"""Messages that wait for a server that is slower than its engine, before steps wait for it. Each
+end's queue has as many; beyond that a server could not keep up with an abort."""
+LAST_WORDS_MS = 1000
+RECONNECT_MS = 5
+
+
+def main() -> None:
+    """Runs until the server says so, or is gone."""
+    endpoint, preload = sys.argv[1:3]
+    # Ctrl-C and a service manager's SIGTERM are the server's to obey: it tells us when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watcher = threading.Thread(target=_end_with_parent, args=(endpoint,), daemon=True)
+    watcher.start()
+    if preload == "torch":  # while the server looks for the model
+        with contextlib.suppress(ImportError):
+            importlib.import_module("mini_infer.runtime.local_executor")
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, MAX_STEPS_AHEAD)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.connect(endpoint)
+    try:
+        _serve(to_server(socket))
+    finally:
+        socket.close()
+        context.term()
+
+
+def _serve(link: Link[ToServer, ToEngine]) -> None:
+    load = link.receive()
+    assert isinstance(load, Load)
+    try:
+        config, executor, tokenizer = resolve_engine(json.loads(load.options))
+        # A grammar is compiled for a vocabulary; nothing else here knows of text.
+        core = EngineCore(config, executor, grammars=GrammarCompiler(config, tokenizer))
+        if not config.dry_run:
+            core.freeze_heap()
+    except Exception as error:
+        if os.environ.get(DEBUG, "") not in ("", "0"):  # the server has the error's text only
+            traceback.print_exc()
+        link.send(Failed(Failure.of(error)))
+        return
+    link.send(Loaded(core.config))
+    EngineLoop(core, link).run()
+
+
+def _end_with_parent(endpoint: str) -> None:
+    """Nobody else is left to remove the socket, where the parent was killed."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    path = Path(endpoint.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+    os._exit(1)

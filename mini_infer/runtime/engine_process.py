@@ -1,0 +1,193 @@
+"""An engine in a process of its own, as the server's process sees it: start, talk, end."""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import zmq
+
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import EngineDeadError
+from mini_infer.runtime.engine_messages import (
+    Failed,
+    Link,
+    Load,
+    Loaded,
+    Stop,
+    ToEngine,
+    ToServer,
+    to_engine,
+)
+
+PROGRAM = (
+    # First of all: the working directory, which "-c" puts there, may hide modules.
+    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); "
+    "from mini_infer.runtime.engine_main import main; main()"
+)
+MAX_STEPS_BEHIND = 16
+"""Messages that wait on the server's side, beside those on the engine's (``MAX_STEPS_AHEAD``)."""
+STOP_GRACE = 3.0
+"""Seconds that an engine that was told to stop may take, before it is killed."""
+POLL_MS = 50
+
+
+class EngineHost(Protocol):
+    """Where an ``EngineCore`` runs, loaded, at the other end of a link."""
+
+    config: EngineConfig
+    link: Link[ToEngine, ToServer]
+
+    def wait(self) -> str:
+        """Waits, on whatever thread, until it has ended; returns how, in words."""
+        ...
+
+    def close(self) -> None:
+        """Ends it, whatever it does, and frees what it took; harmless when called twice."""
+        ...
+
+
+class EngineProcess:
+    """Implements ``EngineHost``.
+
+    A new interpreter and no fork: neither threads nor a device's state could be taken over. It gets
+    a session of its own, so that a terminal's Ctrl-C reaches the server only, and a pipe as its
+    standard input, which ends with this process.
+    """
+
+    config: EngineConfig
+
+    def __init__(self, *, preload: bool) -> None:
+        """Starts the process, which takes a while; do something else before ``load``. With
+        ``preload`` it imports torch meanwhile."""
+        self._folder = tempfile.mkdtemp(prefix="mini-infer-")  # for this user only
+        endpoint = f"ipc://{self._folder}/engine"
+        torch = "torch" if preload else "-"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, endpoint, torch, "\n".join(sys.path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._closing = threading.Lock()
+        try:
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # the event loop must not wait
+            socket.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
+            self.link = to_engine(socket)
+            socket.bind(endpoint)
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Ends the process at once, from whatever thread."""
+        self._process.kill()
+
+    def load(self, options: Mapping[str, Any]) -> EngineConfig:
+        """Has it build an engine from option names of ``EngineConfig``; waits until it is loaded.
+
+        Raises:
+            MiniInferError: an option, the model or its weights can't be used.
+            EngineDeadError: the process ended, without another word.
+        """
+        try:
+            self._wait_for(zmq.POLLOUT)
+            self.link.send(Load(json.dumps(dict(options), default=str)))
+            self._wait_for(zmq.POLLIN)
+            message = self.link.receive()
+            if isinstance(message, Failed):
+                raise message.failure.to_exception()
+            assert isinstance(message, Loaded)
+        except BaseException:
+            self._kill()
+            raise
+        self.config = message.config
+        return message.config
+
+    def _wait_for(self, event: int) -> None:
+        socket = self.link.socket
+        while not socket.poll(POLL_MS, event):
+            if self._process.poll() is not None and not int(socket.get(zmq.EVENTS)) & event:
+                raise EngineDeadError(
+                    f"the engine's process {self.wait()} while it loaded the model; its output "
+                    f"above may say why (often: too little memory)"
+                )
+
+    def wait(self) -> str:
+        code = self._process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+    def close(self) -> None:
+        with self._closing:
+            if self.link.socket.closed:
+                return
+            if self._process.poll() is None:
+                self.link.send(Stop())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_GRACE)
+            self._kill()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(AttributeError):  # no link yet
+            self.link.socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class EngineStarter:
+    """Starts engines' processes from the same options, one after the other.
+
+    The first one may be spawned ahead: an interpreter takes a while to come up.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self._process: EngineProcess | None = None
+        self._cancelled = False
+
+    def spawn(self) -> None:
+        """Starts a process for the next ``start``."""
+        self._process = EngineProcess(preload=not self.options.get("dry_run"))
+
+    def start(self) -> EngineProcess:
+        """A loaded engine; see ``EngineProcess.load`` for what it raises. On whatever thread."""
+        if self._process is None:
+            self.spawn()
+        process = self._process
+        assert process is not None
+        try:
+            if self._cancelled:
+                process.kill()
+            config = process.load(self.options)
+        finally:
+            self._process = None
+        if self._cancelled:
+            process.close()
+        # Another one has to have as many, as the server promised its callers that room.
+        self.options["num_kv_blocks"] = config.num_kv_blocks
+        return process
+
+    def cancel(self) -> None:
+        """Ends a ``start`` that is under way, with EngineDeadError, and what was spawned ahead."""
+        self._cancelled = True
+        process = self._process
+        if process:
+            process.kill()
