@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,6 +86,23 @@ def ask(url: str, **fields: Any) -> str:
     return content
 
 
+@contextmanager
+def started(*options: str) -> Iterator[str]:
+    """The address of a server with these options."""
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "serve", *options, "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
+
+
 @pytest.fixture(
     scope="session",
     params=["dry run", pytest.param("real model", marks=pytest.mark.real_model)],
@@ -96,19 +114,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         folder = request.getfixturevalue("real_model_folder")
         options = ["--model", str(folder), "--served-model-name", "smollm2-135m"]
         options += ["--max-model-len", "1024"]
-    with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "serve", *options, "--port", "0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            url = process.stdout.readline().split()[-1]
-            yield Served(url, "smollm2-135m" if is_real else "dry-run", is_real, ask(url))
-        finally:
-            process.terminate()
-            assert process.wait(30) == 0
+    with started(*options) as url:
+        yield Served(url, "smollm2-135m" if is_real else "dry-run", is_real, ask(url))
 
 
 @pytest.fixture(autouse=True)
