@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mini_infer.core.errors import InvalidRequestError
 
-MAX_GRAMMAR_CHARS = 2**18
+MAX_GRAMMAR_CHARS = 2**17
 MAX_CHOICES = 2**14
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 PARAM = "structured_outputs"
@@ -40,39 +40,32 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     """True: any JSON object."""
     thoughts: Thoughts = "none"
+    place: str = ""
+    """What errors call it, where it came in another field: "response_format.json_schema.schema"."""
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
-        if self.json is False:
-            given.append("json")  # a schema that nothing fulfils, which the compiler says
         if len(given) != 1:
             shown = "none" if not given else " and ".join(given)
             raise InvalidRequestError(
                 f"{PARAM} needs exactly one of {', '.join(FORMS)}, got {shown}", PARAM
             )
         [name] = given
+        value = getattr(self, name)
         if name == "json":
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", self._schema_text(value))
         elif name == "choice":
-            object.__setattr__(self, "choice", _choices(self.choice))
-        elif name == "json_object":
-            if self.json_object is not True:
-                raise InvalidRequestError(f"{PARAM}.json_object must be true or false", PARAM)
-        elif not isinstance(getattr(self, name), str):
-            raise InvalidRequestError(f"{PARAM}.{name} must be a string", PARAM)
-        _, text = self.spec
+            object.__setattr__(self, "choice", self._choices(value))
+        elif not isinstance(value, bool if name == "json_object" else str):
+            kind = "true or false" if name == "json_object" else "a string"
+            raise self.error(f"must be {kind}, got {value!r:.80}")
+        text = self.spec[1]
         if len(text) > MAX_GRAMMAR_CHARS:
-            raise InvalidRequestError(
-                f"{PARAM}.{name} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are "
-                "allowed",
-                PARAM,
-            )
+            raise self.error(f"has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise InvalidRequestError(
-                f"{PARAM}.{name} holds half of a surrogate pair, which is no text", PARAM
-            ) from None
+            raise self.error("holds half of a surrogate pair, which is no text") from None
 
     @property
     def spec(self) -> tuple[str, str]:
@@ -87,47 +80,43 @@ class StructuredOutputsParams:
             return "grammar", self.grammar
         return "json", '{"type": "object"}'
 
+    def error(self, problem: str, within: str = "") -> InvalidRequestError:
+        """An error that names the place: ``within`` is a path in the form."""
+        name = next((name for name in FORMS if getattr(self, name) not in (None, False)), "json")
+        place = self.place or f"{PARAM}.{name}"
+        joint = " " if problem.startswith(("must", "has", "holds", "is")) else ": "
+        return InvalidRequestError(
+            f"{place}{within}{joint}{problem}", place.partition(".")[0].partition("[")[0]
+        )
 
-def _schema_text(schema: Any) -> str:
-    if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
-    if isinstance(schema, str):
-        if len(schema) <= MAX_GRAMMAR_CHARS:
+    def _schema_text(self, schema: Any) -> str:
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if isinstance(schema, str):
+            if len(schema) > MAX_GRAMMAR_CHARS:
+                return schema
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise InvalidRequestError(
-                    f"{PARAM}.json is no valid JSON: {error}", PARAM
-                ) from None
-        else:
-            return schema
-    if not isinstance(schema, Mapping | bool):
-        raise InvalidRequestError(
-            f"{PARAM}.json must be a JSON schema: an object, its text, or a pydantic model; got "
-            f"{schema!r:.80}",
-            PARAM,
-        )
-    try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"{PARAM}.json can't be written as JSON: {error}", PARAM
-        ) from None
-
-
-def _choices(choices: Any) -> tuple[str, ...]:
-    if isinstance(choices, str | Mapping) or not isinstance(choices, Sequence) or not choices:
-        raise InvalidRequestError(
-            f"{PARAM}.choice must be a list of one string or more, got {choices!r:.80}", PARAM
-        )
-    if len(choices) > MAX_CHOICES:
-        raise InvalidRequestError(
-            f"{PARAM}.choice has {len(choices)} entries, at most {MAX_CHOICES} are allowed", PARAM
-        )
-    for index, choice in enumerate(choices):
-        if not isinstance(choice, str) or not choice:
-            raise InvalidRequestError(
-                f"{PARAM}.choice[{index}] must be a string that is not empty, got {choice!r:.80}",
-                PARAM,
+                raise self.error(f"is no valid JSON: {error}") from None
+        if not isinstance(schema, Mapping):
+            raise self.error(
+                "must be a JSON schema: an object, its text, or a pydantic model; got "
+                f"{schema!r:.80}"
             )
-    return tuple(choices)
+        try:
+            return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self.error(f"is no JSON: {error}") from None
+
+    def _choices(self, choices: Any) -> tuple[str, ...]:
+        if isinstance(choices, str | Mapping) or not isinstance(choices, Sequence) or not choices:
+            raise self.error(f"must be a list of one string or more, got {choices!r:.80}")
+        if len(choices) > MAX_CHOICES:
+            raise self.error(f"has {len(choices)} entries, at most {MAX_CHOICES} are allowed")
+        for index, choice in enumerate(choices):
+            if not isinstance(choice, str) or not choice:
+                raise self.error(
+                    f"must be a string that is not empty, got {choice!r:.80}", f"[{index}]"
+                )
+        return tuple(choices)

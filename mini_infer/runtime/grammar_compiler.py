@@ -5,12 +5,12 @@ output reaches them (github.com/guidance-ai/llguidance). Compiling is therefore 
 milliseconds, and a budget that counts operations bounds it and every mask.
 """
 
+import asyncio
 import json
-import logging
+import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,6 @@ from mini_infer.runtime.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-logger = logging.getLogger(__name__)
-
 COMPILE_SECONDS = 5.0
 COMPILE_THREADS = 2
 CACHED_GRAMMARS = 128
@@ -35,11 +33,17 @@ MAX_LEXER_STATES = 50_000
 """Of one output: a state takes 1 to 2 kB."""
 MAX_TRIES = 200
 """Parts of a schema that are compiled alone to find the place of an error."""
-WHITE_SPACE = r" |\n {0,32}"
-"""Allowed between the tokens of JSON: one space, or a new line and its indentation. A small model
-that may write any number of spaces often never stops."""
+JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}", "coerce_one_of": True}
+"""What may stand between the tokens of JSON: one space, or a new line and its indentation. A small
+model that may write any number of spaces often never stops. ``oneOf`` is read as ``anyOf`` where a
+parser can't tell its branches apart."""
 
 OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
+
+NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value maps names to schemas."""
+TOOL_PARAMETERS = re.compile(r"^parameters_(\d+): %json (.*)$", re.MULTILINE)
+"""Where a grammar of tool calls (``serving/tool_grammar.py``) has a tool's schema."""
 
 Spec = tuple[str, str, Thoughts]
 
@@ -84,14 +88,17 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: it is invalid, asks for what is not supported, or takes too long.
         """
-        try:
-            self.start(params).result(COMPILE_SECONDS)
-        except FutureTimeoutError:
-            raise InvalidRequestError(
-                f"{PARAM}: the grammar took longer than {COMPILE_SECONDS:g} seconds to compile: "
-                "simplify it",
-                PARAM,
-            ) from None
+        future = self.start(params)
+        wait([future], COMPILE_SECONDS)
+        _raise_failure(params, future)
+
+    async def compiled(self, params: StructuredOutputsParams) -> None:
+        """``check``, for whoever has other work while it waits."""
+        future = self.start(params)
+        waiting = asyncio.wrap_future(future)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([waiting], timeout=COMPILE_SECONDS)
+        _raise_failure(params, future)
 
     def grammar(self, matcher: "LLMatcher", ignore_eos: bool) -> Grammar:
         """The beginning of ``matcher``'s grammar, for one choice."""
@@ -130,35 +137,48 @@ class GrammarCompiler:
             error = str(raised)
         if not error:
             return matcher
-        place = ""
         if kind == "json":
-            place = "".join(f"[{key!r}]" for key in self._place(text, error))
-        raise InvalidRequestError(f"{PARAM}.{kind}{place}: {error}", PARAM)
+            raise GrammarError(error, self._within(json.loads(text), error))
+        if kind == "regex":  # llguidance shows it within a grammar of its own making
+            error = re.sub(r"^at \d+\(\d+\): |\n +1 \| (?s:.)*", "", error)
+        for part in TOOL_PARAMETERS.finditer(text):
+            schema = json.loads(part[2])
+            if alone := self._schema_error(schema):
+                within = f"[{part[1]}].function.parameters{self._within(schema, alone)}"
+                raise GrammarError(alone, within)
+        raise GrammarError(error)
 
     def _try(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
         return LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
 
-    def _place(self, text: str, error: str) -> list[str | int]:
+    def _schema_error(self, schema: Any) -> str:
+        return _error_of(self._try(_grammar(self._tokenizer, "json", json.dumps(schema))))
+
+    def _within(self, root: Any, error: str) -> str:
         """The path of the innermost part of a schema that alone gives the same error."""
-        root = json.loads(text)
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        path: list[str | int] = []
-        schema, tries = root, 0
+        path, schema, num_tries = "", root, 0
         while True:
             for step, part in _parts(schema):
-                tries += 1
-                if tries > MAX_TRIES:
+                num_tries += 1
+                if num_tries > MAX_TRIES:
                     return path
-                alone = {**shared, **part} if "$ref" in json.dumps(part) else part
-                grammar = _grammar(self._tokenizer, "json", json.dumps(alone))
-                if _error_of(self._try(grammar)) == error:
+                if self._schema_error({**shared, **part}) == error:
                     path += step
                     schema = part
                     break
             else:
                 return path
+
+
+class GrammarError(InvalidRequestError):
+    """A form that can't be compiled: the ``problem``, and the path ``within`` the form."""
+
+    def __init__(self, problem: str, within: str = "") -> None:
+        super().__init__(f"{within}: {problem}" if within else problem, PARAM)
+        self.problem, self.within = problem, within
 
 
 class _Vocabulary:
@@ -185,7 +205,7 @@ def _grammar(tokenizer: Tokenizer, kind: str, text: str, thoughts: Thoughts = "n
 
     part: dict[str, Any]
     if kind == "json":
-        overrides: Any = {"whitespace_pattern": WHITE_SPACE}
+        overrides: Any = JSON_OPTIONS
         [part] = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=overrides))[
             "grammars"
         ]
@@ -216,6 +236,17 @@ def literal(tokenizer: Tokenizer, text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _raise_failure(params: StructuredOutputsParams, future: "Future[LLMatcher]") -> None:
+    if not future.done():
+        raise params.error(
+            f"is too complex: it took longer than {COMPILE_SECONDS:g} seconds to compile"
+        )
+    try:
+        future.result()
+    except GrammarError as error:
+        raise params.error(error.problem, error.within) from None
+
+
 def _error_of(matcher: "LLMatcher") -> str:
     """Why a grammar can't be used, "" if it can: also one that does not allow any output."""
     if not matcher.is_error():
@@ -227,23 +258,16 @@ def _error_of(matcher: "LLMatcher") -> str:
     return matcher.get_error().strip()
 
 
-def _parts(schema: Any) -> Iterator[tuple[list[str | int], dict[str, Any]]]:
-    """The schemas right within a schema, with the path to each."""
-    if not isinstance(schema, dict):
-        return
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas right within a schema, each with its path."""
     for key, value in schema.items():
+        inner: Iterable[tuple[str | int, Any]] = ()
         if isinstance(value, list):
-            inner: Any = enumerate(value)
+            inner = enumerate(value)
         elif isinstance(value, dict) and key in NAMED_PARTS:
             inner = value.items()
-        else:
-            if isinstance(value, dict):
-                yield [key], value
-            continue
+        elif isinstance(value, dict):
+            yield f"[{key!r}]", value
         for name, part in inner:
             if isinstance(part, dict):
-                yield [key, name], part
-
-
-NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value maps names to schemas."""
+                yield f"[{key!r}][{name!r}]", part

@@ -122,6 +122,11 @@ class InputProcessor:
         text = prompt if isinstance(prompt, str) else None
         return ProcessedRequest(request_id, text, prompt_token_ids, params, requests, stream)
 
+    async def compile_grammar(self, params: SamplingParams) -> None:
+        """What ``process`` would wait for, without keeping an event loop from its other work."""
+        if params.structured_outputs is not None:
+            await self._grammars.compiled(params.structured_outputs)
+
     def _num_kept(self, params: SamplingParams) -> int | None:
         """How many of a prompt's last tokens are used; None for all."""
         if params.truncate_prompt_tokens != -1:

@@ -40,9 +40,11 @@ def apply_chunk_result(
         if reason is not None:
             new_token_ids = new_token_ids[:kept]
             break
-    is_first = request.first_token_time is None
-    if is_first:
+    prompt_logprobs = None
+    if request.first_token_time is None:
         request.first_token_time = time
+        if request.params.prompt_logprobs is not None:  # nothing predicts a prompt's only token
+            prompt_logprobs = tuple(request.prompt_logprobs) or (None,)
     request.last_token_time = time
     if events is not None:
         events.emit(
@@ -57,7 +59,7 @@ def apply_chunk_result(
         reason,
         stop_reason,
         request.num_cached_tokens or 0,
-        tuple(request.prompt_logprobs) if is_first and request.prompt_logprobs else None,
+        prompt_logprobs,
         time,
     )
 

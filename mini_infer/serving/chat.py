@@ -1,11 +1,13 @@
 """POST /v1/chat/completions: messages to a prompt, deltas to chunks, outputs to an answer."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.outputs import CompletionOutput, FinishReason, RequestDelta, RequestOutput
+from mini_infer.core.structured_outputs import StructuredOutputsParams
 from mini_infer.runtime.chat_messages import cut_at_tag, normalise_messages, tag_final_message
 from mini_infer.serving.answer import Envelope, UsageSoFar, usage_of
 from mini_infer.serving.logprobs import chat_logprobs, prompt_logprobs
@@ -18,10 +20,16 @@ from mini_infer.serving.messages import (
     read_message,
 )
 from mini_infer.serving.reasoning import OPEN as OPEN_THOUGHTS
-from mini_infer.serving.reasoning import Reasoning, continues_reasoning, opens_reasoning
+from mini_infer.serving.reasoning import (
+    Reasoning,
+    continues_reasoning,
+    opens_reasoning,
+    thoughts_after,
+)
 from mini_infer.serving.schema import ChatCompletionRequest
 from mini_infer.serving.tool_calls import OPEN as OPEN_CALL
 from mini_infer.serving.tool_calls import ToolCall, ToolParser, tool_parser_for
+from mini_infer.serving.tool_grammar import tool_grammar
 
 if TYPE_CHECKING:
     from mini_infer.runtime.tokenizer import Tokenizer
@@ -82,14 +90,46 @@ def render_chat(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> Rendered
         opened = continues_reasoning(messages[-1]["content"])
     tags = [OPEN_THOUGHTS] if OPEN_THOUGHTS in source else []
     tags += [OPEN_CALL] if tools and OPEN_CALL in source else []
+    parser = _tool_parser(source) if tools else None
+    held = _held(tokenizer, body, parser)
+    if held is not None and OPEN_THOUGHTS in source:
+        held = replace(held, thoughts=thoughts_after(prompt, opened, continued))
     form = MessageForm(
         opens_reasoning=opened,
-        tool_parser=_tool_parser(source) if tools else None,
+        tool_parser=parser,
+        is_named=body.read_tool_choice().name is not None,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning,
         needs_special_tokens=any(_is_special(tokenizer, tag) for tag in tags),
     )
-    return RenderedChat(prompt, tokenizer, form)
+    return RenderedChat(prompt, tokenizer, form, held)
+
+
+def _held(
+    tokenizer: "Tokenizer", body: ChatCompletionRequest, parser: Callable[[], ToolParser] | None
+) -> StructuredOutputsParams | None:
+    """The form that answers are held to: what the caller gave, or that of calls which must be made
+    or must be right."""
+    answer, tools, choice = body.output_form(), body.usable_tools, body.read_tool_choice()
+    if parser is None:
+        return answer
+    if answer is None and not choice.required and not any(map(_is_strict, tools)):
+        return None
+    if choice.name is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == choice.name][:1]
+    grammar = tool_grammar(
+        tokenizer,
+        parser,
+        tools,
+        required=choice.required,
+        parallel=body.parallel_tool_calls is not False and choice.name is None,
+        answer=None if answer is None else json.loads(answer.spec[1]),
+    )
+    return StructuredOutputsParams(grammar=grammar, place="tools")
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return bool(tool["function"].get("strict"))
 
 
 def _is_special(tokenizer: "Tokenizer", tag: str) -> bool:
@@ -223,7 +263,7 @@ class ChatChunks:
             yield self._event(delta, content, **fields)
             fields = {}
         if delta.finish_reason is not None:
-            reason = finish_reason(delta.finish_reason, choice.num_calls)
+            reason = finish_reason(delta.finish_reason, choice.num_calls, self._rendered.form)
             yield self._event(delta, {}, finish_reason=reason, stop_reason=delta.stop_reason)
 
     def _event(
@@ -244,9 +284,11 @@ class ChatChunks:
         return self._envelope.event(choice, usage, **(beside or {}))
 
 
-def finish_reason(reason: FinishReason | None, num_calls: int) -> str | None:
-    """OpenAI's: an answer that calls and then stops, stops for its calls."""
-    return "tool_calls" if num_calls and reason == "stop" else reason
+def finish_reason(reason: FinishReason | None, num_calls: int, form: MessageForm) -> str | None:
+    """OpenAI's: an answer that calls and then stops, stops for its calls, unless it had to make
+    the one that the caller named."""
+    called = num_calls and not form.is_named
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def chat_answer(
@@ -285,7 +327,7 @@ def _answer_choice(body: ChatCompletionRequest, choice: CompletionOutput) -> dic
         "logprobs": chat_logprobs(choice.logprobs, body.top_logprobs or 0)
         if choice.logprobs is not None
         else None,
-        "finish_reason": finish_reason(choice.finish_reason, len(parts.calls)),
+        "finish_reason": finish_reason(choice.finish_reason, len(parts.calls), body.rendered.form),
         "stop_reason": choice.stop_reason,
     }
     if body.return_token_ids:

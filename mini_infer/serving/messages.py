@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mini_infer.core.structured_outputs import StructuredOutputsParams
 from mini_infer.serving.reasoning import Reasoning, ReasoningParser
 from mini_infer.serving.tool_calls import ToolCall, ToolParser
 
@@ -24,17 +25,20 @@ class MessageForm:
     tool_parser: Callable[[], ToolParser] | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    is_named: bool = False
+    """Must the answer call one function that the caller named? OpenAI's then ends with "stop"."""
     needs_special_tokens: bool = False
     """Are tags that it looks for special tokens, which a text leaves out by default?"""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The prompt of a conversation, and how its answers are read."""
+    """The prompt of a conversation, how its answers are read, and the form they are held to."""
 
     prompt: str
     tokenizer: "Tokenizer"
     form: MessageForm
+    held: StructuredOutputsParams | None = None
 
     def token_ids(self, num_kept: int) -> list[int]:
         """The last ``num_kept`` of the prompt's tokens."""

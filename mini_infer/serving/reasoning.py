@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mini_infer.core.structured_outputs import Thoughts
 from mini_infer.serving.tool_calls import TagFinder
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ def opens_reasoning(prompt: str) -> bool:
 def continues_reasoning(content: str) -> bool:
     """Does a message that is to be continued end within its thoughts?"""
     return content.rfind(OPEN) > content.rfind(CLOSE)
+
+
+def thoughts_after(prompt: str, opened: bool, continued: bool) -> Thoughts:
+    """How a reasoning model's answer to ``prompt`` may begin: after closed thoughts, or as a
+    message's end, with none."""
+    if opened:
+        return "open"
+    return "none" if continued or prompt.rstrip().endswith(CLOSE) else "optional"
 
 
 def num_reasoning_tokens(tokenizer: "Tokenizer", token_ids: Sequence[int]) -> int:

@@ -16,8 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from mini_infer.core.structured_outputs import StructuredOutputsParams
 from mini_infer.serving.messages import RenderedChat
-from mini_infer.serving.tool_calls import check_tools
+from mini_infer.serving.output_form import output_form
+from mini_infer.serving.tool_calls import ToolChoice, check_tools, read_tool_choice
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BATCH_CHOICES = 4096
@@ -46,10 +48,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "prompt_embeds": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -57,16 +57,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that can't be honoured, each with the values (besides null) that ask for nothing."""
 
-STRUCTURED = frozenset(
-    (
-        "response_format",
-        "structured_outputs",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-    )
-)
 SERVICE_TIERS = ("auto", "default")
 
 SAMPLING_FIELDS = (
@@ -117,17 +107,10 @@ class StreamOptions(BaseModel):
     """With it each chunk holds its choice's usage so far."""
 
 
-def refusal(name: str, value: Any) -> InvalidRequestError:
+def refusal(name: str) -> InvalidRequestError:
     """Why a field of ``REFUSED`` is an error."""
-    if name not in STRUCTURED:
-        return InvalidRequestError(f"{name} is not supported by mini-infer; leave it out", name)
-    kind = value.get("type") if name == "response_format" and isinstance(value, dict) else None
-    shown = f"{name} of type {kind!r:.40}" if kind is not None else name
-    return InvalidRequestError(
-        f"{shown} is not supported: outputs can't be bound to a schema or grammar yet; ask for the "
-        "form in the prompt and check the answer",
-        name,
-    )
+    instead = "use structured_outputs" if name.startswith("guided_") else "leave it out"
+    return InvalidRequestError(f"{name} is not supported by mini-infer; {instead}", name)
 
 
 class RequestBody(BaseModel):
@@ -160,6 +143,9 @@ class RequestBody(BaseModel):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     """vLLM's: the prompt's token ids, and each choice's."""
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: ``json``, ``regex``, ``choice``, ``grammar`` or ``json_object``."""
     service_tier: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -184,7 +170,7 @@ class RequestBody(BaseModel):
         options = self.stream_options or StreamOptions()
         for name, value in {**(self.model_extra or {}), **(options.model_extra or {})}.items():
             if name in REFUSED and value is not None and value not in REFUSED[name]:
-                raise refusal(name, value)
+                raise refusal(name)
         if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
             raise InvalidRequestError(
                 f"service_tier {self.service_tier!r:.40} is not supported: there is only 'default'",
@@ -204,6 +190,10 @@ class RequestBody(BaseModel):
             value = (self.model_extra or {}).get(name)
             if value is not None and value is not False and value != []:
                 raise InvalidRequestError(f"{name} is only supported by {path}", name)
+
+    def output_form(self) -> StructuredOutputsParams | None:
+        """The form that answers are held to."""
+        return output_form(self.structured_outputs, self.response_format)
 
     def _sampling_params(self, **fields: Any) -> SamplingParams:
         for name in SAMPLING_FIELDS:
@@ -249,6 +239,10 @@ class ChatCompletionRequest(RequestBody):
         """The tools that the model is told of: with ``tool_choice`` "none" it knows of none."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    def read_tool_choice(self) -> ToolChoice:
+        """What ``tool_choice`` asks for."""
+        return read_tool_choice(self.tools, self.tool_choice)
+
     def check(self) -> None:
         super().check()
         self._refuse_fields_of("/v1/completions", COMPLETIONS_ONLY)
@@ -257,7 +251,15 @@ class ChatCompletionRequest(RequestBody):
                 "continue_final_message and add_generation_prompt can't both be true",
                 "continue_final_message",
             )
-        check_tools(self.tools, self.tool_choice)
+        check_tools(self.tools)
+        choice = self.read_tool_choice()
+        form = self.output_form()
+        if form is not None and self.usable_tools and (choice.required or form.json is None):
+            raise InvalidRequestError(
+                "tools go together with a JSON schema for answers without a call, where "
+                "tool_choice is 'auto'; not with another form",
+                "structured_outputs" if self.structured_outputs else "response_format",
+            )
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -277,7 +279,10 @@ class ChatCompletionRequest(RequestBody):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         needs_special = self._rendered is not None and self._rendered.form.needs_special_tokens
         return self._sampling_params(
-            max_tokens=max_tokens, logprobs=logprobs, skip_special_tokens=not needs_special
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            skip_special_tokens=not needs_special,
+            structured_outputs=self.output_form() if self._rendered is None else self.rendered.held,
         )
 
 
@@ -308,7 +313,9 @@ class CompletionRequest(RequestBody):
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        params = self._sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+        params = self._sampling_params(
+            max_tokens=max_tokens, logprobs=self.logprobs, structured_outputs=self.output_form()
+        )
         if self.echo and params.logprobs is not None:
             # The prompt's log-probabilities are part of the echo.
             count = max(params.logprobs, params.prompt_logprobs or 0)

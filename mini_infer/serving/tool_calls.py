@@ -227,19 +227,41 @@ def _to_call(value: Any) -> ToolCall | None:
     return ToolCall(name, text)
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> None:
-    """Raises InvalidRequestError for malformed tools, and for a choice that needs a grammar."""
-    if tool_choice is not None and tool_choice not in ("none", "auto"):
-        if tool_choice == "required" or isinstance(tool_choice, Mapping):
-            shown = "'required'" if tool_choice == "required" else "with a function's name"
-            raise InvalidRequestError(
-                f"tool_choice {shown} is not supported: outputs can't be bound to a grammar yet; "
-                "use 'auto' and ask for the call in the prompt",
-                "tool_choice",
-            )
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What ``tool_choice`` asks for."""
+
+    required: bool = False
+    name: str | None = None
+    """The function to call, where one is named."""
+
+
+def read_tool_choice(tools: Sequence[Mapping[str, Any]] | None, value: Any) -> ToolChoice:
+    """Raises InvalidRequestError for what is no choice, and for one without the tools for it."""
+    if value in (None, "none", "auto"):
+        return ToolChoice()
+    name = None
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        function = value.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+    if value != "required" and not isinstance(name, str):
         raise InvalidRequestError(
-            f"tool_choice must be 'none' or 'auto', got {tool_choice!r:.80}", "tool_choice"
+            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': "
+            f"{{'name': ...}}}}, got {value!r:.80}",
+            "tool_choice",
         )
+    known = [tool["function"]["name"] for tool in tools or ()]
+    if not known:
+        raise InvalidRequestError("tool_choice asks for a call, and there are no tools", "tools")
+    if name is not None and name not in known:
+        raise InvalidRequestError(
+            f"tool_choice names {name!r:.80}, which is none of the tools", "tool_choice"
+        )
+    return ToolChoice(True, name)
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
+    """Raises InvalidRequestError for malformed tools."""
     if tools is not None and len(tools) > MAX_TOOLS:
         raise InvalidRequestError(
             f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", "tools"
@@ -262,9 +284,6 @@ def _check_tool(index: int, tool: Mapping[str, Any]) -> None:
     for key, kind, shown in (("description", str, "a string"), ("parameters", Mapping, "a schema")):
         if function.get(key) is not None and not isinstance(function[key], kind):
             raise InvalidRequestError(f"tools[{index}].function.{key} must be {shown}", "tools")
-    if function.get("strict"):
-        raise InvalidRequestError(
-            f"tools[{index}].function.strict is not supported: arguments can't be bound to a "
-            "schema yet; leave it out",
-            "tools",
-        )
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequestError(f"tools[{index}].function.strict must be a boolean", "tools")

@@ -101,7 +101,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL,
             messages=HELLO,
-            tools=[{"type": "function", "function": {"name": "f", "strict": True}}],
+            tools=[{"type": "function", "function": {"name": ""}}],
         )
 
 
