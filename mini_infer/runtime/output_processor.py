@@ -202,7 +202,8 @@ class OutputProcessor:
                 return None
             text, token_ids = completion.text, tuple(completion.token_ids)
             logprobs = tuple(completion.logprobs or ())
-            prompt_logprobs = parent.output.prompt_logprobs
+            is_first = parent.num_unfinished == len(parent.processed.requests) - 1
+            prompt_logprobs = parent.output.prompt_logprobs if is_first else None
         elif not (text or token_ids or finish_reason or prompt_logprobs):
             return None
         return RequestDelta(

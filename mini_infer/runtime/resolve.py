@@ -27,6 +27,8 @@ CHUNK_TOKENS = {"cpu": 128, "cuda": 8192}
 requests go on sooner: see docs/chunked-prefill.md."""
 NUM_SEQS = {"cpu": 64, "cuda": 256}
 DRY_RUN_NAME = "dry-run"
+BFLOAT16_CAPABILITY = (8, 0)
+"""Older GPUs multiply bfloat16 without tensor cores, if at all."""
 PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 KV_FRACTION = 0.25
 """Share of the free memory that the KV cache takes on a CPU, where other programs run too."""
@@ -187,6 +189,10 @@ def _fastest_dtype(device: str, model_config: ModelConfig) -> str:
     """By rule, measured in docs/performance-notes.md: the fewest bytes that products read quickly
     and that do not change the text."""
     if device == "cuda":
+        import torch
+
+        if torch.cuda.get_device_capability() < BFLOAT16_CAPABILITY:
+            return "float16"
         return model_config.dtype if model_config.dtype in ("float16", "bfloat16") else "bfloat16"
     from mini_infer.kernels.cpu_linear import has_float16_products
 

@@ -72,6 +72,17 @@ def test_prompt_log_probabilities_come_once(bench: Bench) -> None:
     assert bench.output.prompt_logprobs == shown
 
 
+def test_prompt_log_probabilities_come_once_without_a_stream_too(bench: Bench) -> None:
+    children = bench.add(n=2, prompt_logprobs=0, stream=False)
+    for child in reversed(children):
+        prompt = (None, entry(PROMPT[1], -2.0), entry(PROMPT[2], -3.0))
+        bench.update("x", request_id=child, prompt_logprobs=prompt)
+    for child in children:
+        bench.update("y", "length", request_id=child)
+    assert [delta.prompt_logprobs is None for delta in bench.deltas] == [False, True]
+    assert bench.output.prompt_logprobs == bench.deltas[0].prompt_logprobs
+
+
 def test_prompt_log_probabilities_nobody_asked_for(bench: Bench) -> None:
     bench.add()
     bench.update("x", prompt_logprobs=(None, entry(1, -1.0)))

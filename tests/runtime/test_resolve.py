@@ -38,10 +38,18 @@ def test_defaults_on_a_cpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_defaults_on_a_gpu(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resolved only: nothing is put on a device before the executor starts."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     config = resolved(tiny_folder)
     assert (config.device, config.dtype, config.depth) == ("cuda", "bfloat16", 2)
     assert config.max_num_batched_tokens == CHUNK_TOKENS["cuda"]
     assert resolved(tiny_folder, device="cpu").device == "cpu"
+
+
+def test_a_gpu_too_old_for_bfloat16(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert resolved(tiny_folder).dtype == "float16"
+    assert resolved(tiny_folder, dtype="bfloat16").dtype == "bfloat16"
 
 
 def test_a_gpu_that_is_not_there(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,16 @@ def test_prompt_logprobs_are_collected_once_over_chunks_and_recomputation(cut: i
     assert update.prompt_logprobs == (None, *entries)
 
 
+@pytest.mark.parametrize(("asked", "expected"), [(None, None), (0, (None,))])
+def test_nothing_predicts_the_only_token_of_a_prompt(
+    asked: int | None, expected: tuple[None] | None
+) -> None:
+    request = Request("a", [5], SamplingParams(prompt_logprobs=asked), 0, 5)
+    update = apply_chunk_result(request, Chunk("a", 0, 0, 1), StepOutput(((42,),)), 0, TIME)
+    assert update is not None
+    assert update.prompt_logprobs == expected
+
+
 def test_the_times_of_tokens_are_kept_on_the_request_and_in_the_events() -> None:
     request, _, events = apply([10, 11])
     assert (request.first_token_time, request.last_token_time) == (TIME, TIME)
