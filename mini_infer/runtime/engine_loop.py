@@ -19,7 +19,6 @@ from mini_infer.runtime.engine_messages import (
     Finish,
     Link,
     Listen,
-    Load,
     News,
     Stop,
     ToEngine,
@@ -101,8 +100,8 @@ class EngineLoop:
                 self._core.events.subscribe(self._events.append, *kinds)
             case Call():
                 self._call(message)
-            case Load() | Stop():
-                raise AssertionError("the first and the last message are not for the loop")
+            case Stop():
+                raise AssertionError("the last message is not taken in")
 
     def _call(self, call: Call) -> None:
         try:

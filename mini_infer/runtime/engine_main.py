@@ -1,9 +1,10 @@
 """The engine's process: loads a model, then serves it to the process that started this one.
 
-    python -c "..." ENDPOINT PRELOAD
+    python -c "..." ENDPOINT MODULE
 
-``EngineProcess`` starts it. Standard input is the parent's lifeline: it ends when the parent does,
-however that ends, and this process with it.
+``EngineProcess`` starts it, and ``MODULE`` is what it imports while it waits for its first line of
+standard input: option names of ``EngineConfig``, as JSON. Then standard input is the parent's
+lifeline: it ends when the parent does, however that ends, and this process with it.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -25,7 +27,6 @@ from mini_infer.runtime.engine_messages import (
     Failed,
     Failure,
     Link,
-    Load,
     Loaded,
     ToEngine,
     ToServer,
@@ -47,11 +48,10 @@ def main() -> None:
     # Ctrl-C and a service manager's SIGTERM are the server's to obey: it tells us when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    watcher = threading.Thread(target=_end_with_parent, args=(endpoint,), daemon=True)
-    watcher.start()
-    if preload == "torch":  # while the server looks for the model
-        with contextlib.suppress(ImportError):
-            importlib.import_module("mini_infer.runtime.local_executor")
+    with contextlib.suppress(ImportError):  # while the server looks for the model
+        importlib.import_module(preload)
+    options = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, args=(endpoint,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, MAX_STEPS_AHEAD)
@@ -60,17 +60,15 @@ def main() -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.connect(endpoint)
     try:
-        _serve(to_server(socket))
+        _serve(options, to_server(socket))
     finally:
         socket.close()
         context.term()
 
 
-def _serve(link: Link[ToServer, ToEngine]) -> None:
-    load = link.receive()
-    assert isinstance(load, Load)
+def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine]) -> None:
     try:
-        config, executor, tokenizer = resolve_engine(json.loads(load.options))
+        config, executor, tokenizer = resolve_engine(options)
         # A grammar is compiled for a vocabulary; nothing else here knows of text.
         core = EngineCore(config, executor, grammars=GrammarCompiler(config, tokenizer))
         if not config.dry_run:

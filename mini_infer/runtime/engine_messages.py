@@ -3,8 +3,8 @@
 ::
 
     server                                     engine
-      Load, Add, Finish, Listen, Call, Stop ──►
-                         ◄── Loaded, News (one a step), Answer, Failed
+      Add, Finish, Listen, Call, Stop ──►
+                   ◄── Loaded, News (one a step), Answer, Failed
 
 A message is a MessagePack array, its kind first. Both ends are of one version, since one starts the
 other, so nothing is negotiated.
@@ -56,13 +56,6 @@ EVENT_KINDS: tuple[type[Event], ...] = (
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
-
-
-class Load(msgspec.Struct, tag=True, array_like=True):
-    """The first message: builds the engine from option names of ``EngineConfig``, which come as
-    JSON: integers of any size are for the engine to judge."""
-
-    options: str
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -139,7 +132,7 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     """The last message: the engine is shut down."""
 
 
-ToEngine = Load | Add | Finish | Listen | Call | Stop
+ToEngine = Add | Finish | Listen | Call | Stop
 
 
 class Failure(msgspec.Struct, array_like=True):

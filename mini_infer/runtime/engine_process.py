@@ -9,22 +9,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import zmq
-
-from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import EngineDeadError
-from mini_infer.runtime.engine_messages import (
-    Failed,
-    Link,
-    Load,
-    Loaded,
-    Stop,
-    ToEngine,
-    ToServer,
-    to_engine,
-)
+
+if TYPE_CHECKING:
+    from mini_infer.core.engine_config import EngineConfig
+    from mini_infer.runtime.engine_messages import Link, ToEngine, ToServer
 
 PROGRAM = (
     # First of all: the working directory, which "-c" puts there, may hide modules.
@@ -41,8 +32,8 @@ POLL_MS = 50
 class EngineHost(Protocol):
     """Where an ``EngineCore`` runs, loaded, at the other end of a link."""
 
-    config: EngineConfig
-    link: Link[ToEngine, ToServer]
+    config: "EngineConfig"
+    link: "Link[ToEngine, ToServer]"
 
     def wait(self) -> str:
         """Waits, on whatever thread, until it has ended; returns how, in words."""
@@ -61,68 +52,73 @@ class EngineProcess:
     standard input, which ends with this process.
     """
 
-    config: EngineConfig
+    config: "EngineConfig"
+    link: "Link[ToEngine, ToServer]"
 
-    def __init__(self, *, preload: bool) -> None:
-        """Starts the process, which takes a while; do something else before ``load``. With
-        ``preload`` it imports torch meanwhile."""
+    def __init__(self, *, dry_run: bool) -> None:
+        """Starts the process, which takes a while: do something else before ``finish``."""
         self._folder = tempfile.mkdtemp(prefix="mini-infer-")  # for this user only
-        endpoint = f"ipc://{self._folder}/engine"
-        torch = "torch" if preload else "-"
+        self._endpoint = f"ipc://{self._folder}/engine"
+        module = "dry_run" if dry_run else "local_executor"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, endpoint, torch, "\n".join(sys.path)],
+            [
+                *(sys.executable, "-c", PROGRAM, self._endpoint, f"mini_infer.runtime.{module}"),
+                "\n".join(sys.path),
+            ],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
         self._closing = threading.Lock()
-        try:
-            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)  # the event loop must not wait
-            socket.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
-            self.link = to_engine(socket)
-            socket.bind(endpoint)
-        except BaseException:
-            self._kill()
-            raise
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def kill(self) -> None:
-        """Ends the process at once, from whatever thread."""
+        """Kills the process, from whatever thread."""
         self._process.kill()
 
-    def load(self, options: Mapping[str, Any]) -> EngineConfig:
-        """Has it build an engine from option names of ``EngineConfig``; waits until it is loaded.
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Has it build an engine from option names of ``EngineConfig``."""
+        line = json.dumps(dict(options), default=str) + "\n"
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ``finish`` tells of its end
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+    def finish(self) -> "EngineConfig":
+        """Waits until the engine is loaded.
 
         Raises:
             MiniInferError: an option, the model or its weights can't be used.
             EngineDeadError: the process ended, without another word.
         """
+        import zmq  # after the process was started, as are the messages
+
+        from mini_infer.runtime.engine_messages import Failed, Loaded, to_engine
+
         try:
-            self._wait_for(zmq.POLLOUT)
-            self.link.send(Load(json.dumps(dict(options), default=str)))
-            self._wait_for(zmq.POLLIN)
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+            self.link = to_engine(socket)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # the event loop must not wait
+            socket.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
+            socket.bind(self._endpoint)
+            while not socket.poll(POLL_MS):
+                if self._process.poll() is not None and not self.link.readable:
+                    raise EngineDeadError(
+                        f"the engine's process {self.wait()} while it loaded the model; its "
+                        f"output above may say why (often: too little memory)"
+                    )
             message = self.link.receive()
             if isinstance(message, Failed):
                 raise message.failure.to_exception()
             assert isinstance(message, Loaded)
         except BaseException:
-            self._kill()
+            self._clean_up()
             raise
         self.config = message.config
         return message.config
-
-    def _wait_for(self, event: int) -> None:
-        socket = self.link.socket
-        while not socket.poll(POLL_MS, event):
-            if self._process.poll() is not None and not int(socket.get(zmq.EVENTS)) & event:
-                raise EngineDeadError(
-                    f"the engine's process {self.wait()} while it loaded the model; its output "
-                    f"above may say why (often: too little memory)"
-                )
 
     def wait(self) -> str:
         code = self._process.wait()
@@ -133,6 +129,8 @@ class EngineProcess:
         return f"was killed by signal {-code}"
 
     def close(self) -> None:
+        from mini_infer.runtime.engine_messages import Stop
+
         with self._closing:
             if self.link.socket.closed:
                 return
@@ -140,9 +138,9 @@ class EngineProcess:
                 self.link.send(Stop())
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_GRACE)
-            self._kill()
+            self._clean_up()
 
-    def _kill(self) -> None:
+    def _clean_up(self) -> None:
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -165,10 +163,13 @@ class EngineStarter:
 
     def spawn(self) -> None:
         """Starts a process for the next ``start``."""
-        self._process = EngineProcess(preload=not self.options.get("dry_run"))
+        dry_run = bool(self.options.get("dry_run"))
+        self._process = EngineProcess(dry_run=dry_run)
+        if dry_run:  # else the server fetches the model first
+            self._process.begin(self.options)
 
     def start(self) -> EngineProcess:
-        """A loaded engine; see ``EngineProcess.load`` for what it raises. On whatever thread."""
+        """A loaded engine; see ``EngineProcess.finish`` for what it raises. On whatever thread."""
         if self._process is None:
             self.spawn()
         process = self._process
@@ -176,7 +177,9 @@ class EngineStarter:
         try:
             if self._cancelled:
                 process.kill()
-            config = process.load(self.options)
+            if not self.options.get("dry_run"):
+                process.begin(self.options)
+            config = process.finish()
         finally:
             self._process = None
         if self._cancelled:
