@@ -106,11 +106,17 @@ def make_server_parser(doc: str | None, *, repeats: int = 3) -> argparse.Argumen
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as for mini-infer serve")
+    parser.add_argument("--dry-run", action="store_true", help="invented tokens, no model")
     parser.add_argument("--repeats", type=positive, default=repeats, help="medians are over these")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     parser.add_argument("--quick", action="store_true", help="few requests: does it work at all?")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     return parser
+
+
+def model_options(arguments: argparse.Namespace) -> list[str]:
+    """What ``mini-infer serve`` is told of the model."""
+    return ["--dry-run"] if arguments.dry_run else ["--model", arguments.model]
 
 
 def parse_quick(
@@ -124,13 +130,11 @@ def parse_quick(
     return arguments
 
 
-def describe_servers(
-    arguments: argparse.Namespace, model: str, *, weights: str, **lengths: Value
-) -> dict[str, Any]:
+def describe_servers(arguments: argparse.Namespace, **lengths: Value) -> dict[str, Any]:
     """Everything that a reader needs to make the same run."""
     return {
-        "model": model,
-        "weights": weights,
+        "model": "dry run" if arguments.dry_run else arguments.model,
+        "weights": "no" if arguments.dry_run else "real",
         "lengths": lengths,
         "prefix cache": "on",
         **describe_run(arguments),

@@ -20,6 +20,7 @@ from servers import (
     describe_servers,
     make_server_parser,
     mini_infer_server,
+    model_options,
     parse_quick,
     started,
 )
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", default="fcfs", help="scheduling policy of the server")
     arguments = parse_quick(parser, argv, requests=4, rate=50.0, long_prompt=200, flood=2)
     command = mini_infer_server(
-        *("--model", arguments.model, "--max-model-len", 2048, "--log-interval", 0),
+        *(*model_options(arguments), "--max-model-len", 2048, "--log-interval", 0),
         *("--scheduling-policy", arguments.policy),
     )
     runs: dict[str, list[dict[str, Any]]] = {UNLOADED: [], FLOODED: []}
@@ -60,8 +61,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{arguments.requests} short requests, {arguments.flood} long ones at any time",
         describe_servers(
             arguments,
-            arguments.model,
-            weights="real",
             **{
                 "short": f"{arguments.prompt_tokens}+{arguments.output_tokens}",
                 "long": f"{arguments.long_prompt}+{arguments.long_output}",

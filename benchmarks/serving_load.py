@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=positive, default=512, help="concurrent ones")
     parser.add_argument("--tokens", type=positive, default=256, help="of each stream")
     arguments = parse_quick(parser, argv, streams=16, tokens=16)
+    arguments.dry_run = True  # it is the server that is measured, not a model
     jobs = [Job(f"{PROMPT} {row}", arguments.tokens) for row in range(arguments.streams)]
     rows: dict[str, list[dict[str, float]]] = {DRY_RUN: [], BARE: [], BARE_AT_ONCE: []}
     num_errors = 0
@@ -90,8 +91,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{arguments.streams} streams at once of {arguments.tokens} tokens each",
         describe_servers(
             arguments,
-            "dry run",
-            weights="no",
             streams=arguments.streams,
             tokens=arguments.tokens,
         ),

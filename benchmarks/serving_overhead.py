@@ -19,6 +19,7 @@ from servers import (
     describe_servers,
     make_server_parser,
     mini_infer_server,
+    model_options,
     parse_quick,
     started,
 )
@@ -49,9 +50,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rates: dict[str, list[float]] = {OFFLINE: [], HTTP: []}
     cpu: dict[str, list[float]] = {OFFLINE: [], HTTP: []}
     ttfts: list[float] = []
-    options = {"kv_cache_memory": KV_CACHE_MEMORY, "max_num_seqs": arguments.streams}
+    options: dict[str, Any] = {
+        "kv_cache_memory": KV_CACHE_MEMORY,
+        "max_num_seqs": arguments.streams,
+        "dry_run": arguments.dry_run,
+    }
     command = mini_infer_server(
-        *("--model", arguments.model, "--kv-cache-memory", KV_CACHE_MEMORY),
+        *(*model_options(arguments), "--kv-cache-memory", KV_CACHE_MEMORY),
         *("--max-num-seqs", arguments.streams),
     )
     same = 0
@@ -75,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{arguments.streams} requests at once",
         describe_servers(
             arguments,
-            arguments.model,
-            weights="real",
             **{
                 "streams": arguments.streams,
                 "prompt tokens": arguments.prompt_tokens,

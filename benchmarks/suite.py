@@ -23,6 +23,7 @@ BENCHMARKS = (
     "serving_load",
     "serving_overhead",
     "serving_fairness",
+    "soak",
 )
 
 GPU_BENCHMARKS = (
