@@ -58,7 +58,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", self._choices(value))
         elif not isinstance(value, bool if name == "json_object" else str):
             kind = "true or false" if name == "json_object" else "a string"
-            raise self.error(f"must be {kind}, got {value!r:.80}")
+            raise self.error(f"must be {kind}, got {_kind(value)}")
         text = self.spec[1]
         if len(text) > MAX_GRAMMAR_CHARS:
             raise self.error(f"has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed")
@@ -102,7 +102,7 @@ class StructuredOutputsParams:
         if not isinstance(schema, Mapping):
             raise self.error(
                 "must be a JSON schema: an object, its text, or a pydantic model; got "
-                f"{schema!r:.80}"
+                f"{_kind(schema)}"
             )
         try:
             return json.dumps(schema, ensure_ascii=False, allow_nan=False)
@@ -111,12 +111,17 @@ class StructuredOutputsParams:
 
     def _choices(self, choices: Any) -> tuple[str, ...]:
         if isinstance(choices, str | Mapping) or not isinstance(choices, Sequence) or not choices:
-            raise self.error(f"must be a list of one string or more, got {choices!r:.80}")
+            raise self.error(f"must be a list of one string or more, got {_kind(choices)}")
         if len(choices) > MAX_CHOICES:
             raise self.error(f"has {len(choices)} entries, at most {MAX_CHOICES} are allowed")
         for index, choice in enumerate(choices):
             if not isinstance(choice, str) or not choice:
                 raise self.error(
-                    f"must be a string that is not empty, got {choice!r:.80}", f"[{index}]"
+                    f"must be a string that is not empty, got {_kind(choice)}", f"[{index}]"
                 )
         return tuple(choices)
+
+
+def _kind(value: object) -> str:
+    """What a value is; not its text, which of one that is nested deeply can't be had."""
+    return f"an empty {type(value).__name__}" if value in ("", []) else f"a {type(value).__name__}"

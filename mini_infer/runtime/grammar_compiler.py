@@ -182,7 +182,12 @@ class GrammarError(InvalidRequestError):
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """What llguidance asks of a tokenizer.
+
+    It tokenizes text that a grammar forces, of which it then allows only these tokens: those that
+    the model would see in a prompt. Where the tokenizer says something else, as sentencepiece's
+    does with a space before every text, the longest tokens that fit stand in.
+    """
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -193,10 +198,31 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         self.special_token_ids = [t for t in range(vocab_size) if tokenizer.is_special(t)]
 
-    def __call__(self, text: bytes | str) -> Sequence[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", errors="replace")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def __call__(self, text: str) -> Sequence[int]:
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        said = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        if said == text.encode() and not any(map(self._tokenizer.is_special, token_ids)):
+            return token_ids
+        return list(self._longest_tokens(text.encode()))
+
+    def _longest_tokens(self, data: bytes) -> Iterator[int]:
+        while data:
+            length = next(n for n in range(self._longest, 0, -1) if data[:n] in self._ids)
+            yield self._ids[data[:length]]
+            data = data[length:]
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {
+            token: token_id
+            for token_id, token in enumerate(self.tokens)
+            if token and token_id not in special
+        }
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))
 
 
 def _grammar(tokenizer: Tokenizer, kind: str, text: str, thoughts: Thoughts = "none") -> str:

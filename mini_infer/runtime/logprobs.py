@@ -1,5 +1,7 @@
 """Log-probabilities of token ids, made ready to show: with each token's text and bytes."""
 
+import math
+
 from mini_infer.core.outputs import Logprob, TokenLogprobs
 from mini_infer.runtime.tokenizer import Tokenizer
 
@@ -12,12 +14,14 @@ class LogprobRenderer:
         self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     def render(self, position: TokenLogprobs, num_top: int) -> dict[int, Logprob]:
-        """By token id: the token that stands there first, then the ``num_top`` likeliest ones."""
+        """By token id: the token that stands there first, then the ``num_top`` likeliest ones of
+        those that a grammar allows there."""
         shown = {
             position.token_id: self._logprob(position.token_id, position.logprob, position.rank)
         }
         for rank, (token_id, logprob) in enumerate(position.top[:num_top], start=1):
-            shown.setdefault(token_id, self._logprob(token_id, logprob, rank))
+            if logprob > -math.inf:
+                shown.setdefault(token_id, self._logprob(token_id, logprob, rank))
         return shown
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:

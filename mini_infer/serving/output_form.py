@@ -53,8 +53,9 @@ def read_format(value: Mapping[str, Any] | None, field: str) -> StructuredOutput
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True, place=field)
     if kind != "json_schema":
+        shown = repr(kind)[:80] if isinstance(kind, str) else type(kind).__name__
         raise InvalidRequestError(
-            f"{field}.type must be one of {', '.join(FORMAT_TYPES)}, got {kind!r:.80}",
+            f"{field}.type must be one of {', '.join(FORMAT_TYPES)}, got {shown}",
             field.partition(".")[0],
         )
     inner: Any = value
@@ -64,11 +65,10 @@ def read_format(value: Mapping[str, Any] | None, field: str) -> StructuredOutput
     schema = inner.get("schema") if isinstance(inner, Mapping) else None
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(
-            f"{place}.schema must be a JSON schema, got {schema!r:.80}", field.partition(".")[0]
+            f"{place}.schema must be a JSON schema, got {type(schema).__name__}",
+            field.partition(".")[0],
         )
     strict = inner.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequestError(
-            f"{place}.strict must be true or false, got {strict!r:.80}", field.partition(".")[0]
-        )
+        raise InvalidRequestError(f"{place}.strict must be true or false", field.partition(".")[0])
     return StructuredOutputsParams(json=schema, place=f"{place}.schema")
