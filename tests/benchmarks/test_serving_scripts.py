@@ -1,4 +1,4 @@
-"""The benchmarks that start servers, on the dry run: they work, and their JSON says what they claim."""
+"""The benchmarks that start servers, on the dry run: they work, and so does their JSON."""
 
 import json
 from collections import Counter

@@ -94,7 +94,7 @@ def test_failures_are_counted_and_end_with_1(
     options = ["--input-tokens", "9000", "--num-prompts", "3", "--output-tokens", "2"]
     assert main(["bench", "serve", "--base-url", server.url, *options]) == 1
     captured = capsys.readouterr()
-    assert captured.err.count("1 failed: 400: the prompt has") == 3
+    assert captured.err.count("1 failed: 400: prompt is too long") == 3
     assert "requests failed                            3" in captured.out
 
 
