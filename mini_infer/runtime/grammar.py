@@ -30,7 +30,8 @@ class Grammar:
 
     def accept(self, token_id: int) -> str | None:
         """Moves on by one token; says why where that is not possible, after which nothing is."""
-        if self.matcher.consume_token(token_id):
+        # One that failed while its mask was filled would still take an end.
+        if not self.matcher.is_error() and self.matcher.consume_token(token_id):
             return None
         return self.matcher.get_error().partition("\n")[0] or "the grammar does not go on"
 

@@ -3,7 +3,7 @@
 from mini_infer.core.batch import Chunk
 from mini_infer.core.events import EventStream, TokensEmitted
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
-from mini_infer.core.request import OutputGrammar, Request
+from mini_infer.core.request import Request
 
 
 def apply_chunk_result(
@@ -35,8 +35,13 @@ def apply_chunk_result(
         request.token_ids.append(token_id)
         if token_id in request.end_token_ids or len(request.token_ids) >= request.max_num_tokens:
             reason, stop_reason = _check_stop(request, token_id)
-        if request.grammar is not None and reason != "stop":
-            reason, stop_reason = _follow_grammar(request.grammar, token_id, reason)
+        if request.grammar is not None:
+            error = request.grammar.accept(token_id)
+            if error is not None:
+                reason = "error"
+                stop_reason = f"the output can't be held to its grammar: {error}"
+            elif request.grammar.complete and reason != "stop":
+                reason = "stop"  # also where it is the last token that the output may have
         if reason is not None:
             new_token_ids = new_token_ids[:kept]
             break
@@ -88,17 +93,6 @@ def _check_stop(request: Request, token_id: int) -> tuple[FinishReason | None, i
     if request.num_output_tokens >= request.max_tokens:
         return "length", None
     return None, None
-
-
-def _follow_grammar(
-    grammar: OutputGrammar, token_id: int, reason: FinishReason | None
-) -> tuple[FinishReason | None, str | None]:
-    """An output ends with its grammar, also where that is the last token it may have. One that
-    leaves it, which the masks prevent unless the grammar became too complex, is an error."""
-    error = grammar.accept(token_id)
-    if error is not None:
-        return "error", f"the output can't be held to its grammar: {error}"
-    return "stop" if grammar.complete else reason, None
 
 
 def _collect_prompt_logprobs(request: Request, chunk: Chunk, out: StepOutput, index: int) -> None:
