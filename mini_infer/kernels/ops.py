@@ -193,3 +193,19 @@ def decode_inputs(
         result: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.decode_inputs(*arguments)
         return result
     return reference.decode_inputs(*arguments)
+
+
+def publish_(
+    token_ids: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    null_slot: int,
+    results: Tensor,
+    turn: Tensor,
+) -> None:
+    """See ``reference.publish_``."""
+    arguments = token_ids, slots, starts, null_slot, results, turn
+    if slots.is_cuda and (kernels := gpu_kernels()):
+        kernels.publish_(*arguments)
+    else:
+        reference.publish_(*arguments)

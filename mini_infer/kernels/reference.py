@@ -140,3 +140,22 @@ def decode_inputs(
     blocks = block_table[slots, starts // block_size]
     slot_mapping = blocks * block_size + starts % block_size
     return token_table[slots, starts], starts + 1, slot_mapping, block_table[slots, :num_columns]
+
+
+def publish_(
+    token_ids: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    null_slot: int,
+    results: Tensor,
+    turn: Tensor,
+) -> None:
+    """What a decode step of ``token_ids, slots, starts [R]`` leaves behind, all in int64.
+
+    The tokens stand in row ``turn [1]`` of ``results [N, max R]``; the next turn is the next row's.
+    ``starts`` are one more then, but those of the null slot: the next step's, if it has the same
+    rows.
+    """
+    results[int(turn), : len(token_ids)] = token_ids
+    starts += slots != null_slot
+    turn.copy_((turn + 1) % len(results))

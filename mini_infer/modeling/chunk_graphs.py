@@ -9,6 +9,7 @@ step is launched as it is: which of the two is faster is measured when the graph
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.cuda_graphs import record
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.step_layout import StepLayout
 from mini_infer.modeling.upload import copy_to_device
@@ -50,9 +52,10 @@ class ChunkGraphs:
         model: CausalLM,
         caches: Sequence[KVCache],
         state: DeviceState,
-        dtype: torch.dtype,
+        hidden: Tensor,
         pool: "_POOL_HANDLE",
     ) -> None:
+        """``hidden [max_num_seqs + 1, hidden]`` is where graphs leave each row's last token."""
         self._config, self._model, self._caches, self._state = config, model, caches, state
         self._pool = pool
         rows = sorted({min(FEW_ROWS, config.max_num_seqs + 1), config.max_num_seqs + 1})
@@ -66,10 +69,7 @@ class ChunkGraphs:
         ]
         self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        # One for all graphs: each would keep its own output.
-        self._hidden = torch.empty(
-            rows[-1], config.model_config.hidden_size, dtype=dtype, device=state.device
-        )
+        self._hidden = hidden
         self._launch_seconds = 0.0
         self._replay_seconds: dict[Shape, float] = {}
 
@@ -77,14 +77,9 @@ class ChunkGraphs:
     def capture(self, shapes: Sequence[Shape] | None = None) -> None:
         """Records the graphs, by default all, largest first. Their kernels run on the null slot."""
         for shape in reversed(shapes or self.shapes):
-            self._rehearse(shape)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                hidden = self._step(shape)
-                self._hidden[: len(hidden)].copy_(hidden)
-            self._graphs[shape] = graph
-            self._replay_seconds[shape] = _seconds(graph.replay)
+            self._write_rehearsal(shape)
+            self._graphs[shape] = record(partial(self._step, shape), self._pool)
+            self._replay_seconds[shape] = _seconds(self._graphs[shape].replay)
         if self.shapes:  # limits of a few tokens leave none
             self._launch_seconds = _seconds(lambda: self._rehearse(self.shapes[0]))
 
@@ -141,14 +136,17 @@ class ChunkGraphs:
         copy_to_device(packed, self._inputs[: len(packed)])
 
     def _rehearse(self, shape: Shape) -> None:
+        self._write_rehearsal(shape)
+        self._step(shape)
+
+    def _write_rehearsal(self, shape: Shape) -> None:
         num_rows, num_tokens = shape
         # Spread over the rows: a single one could be longer than a request may be.
         each, rest = divmod(num_tokens, num_rows)
         lens = [each + 1] * rest + [each] * (num_rows - rest)
         self._write_rows(num_rows, [], [], lens)
-        self._step(shape)
 
-    def _step(self, shape: Shape) -> Tensor:
+    def _step(self, shape: Shape) -> None:
         num_rows, num_tokens = shape
         state, config = self._state, self._config
         slots, starts, lens = self._inputs[: 3 * num_rows].view(3, num_rows)
@@ -169,8 +167,8 @@ class ChunkGraphs:
             context_lens=(config.max_model_len,) * num_rows,
             backend=config.attention_backend,
         )
-        hidden: Tensor = self._model(token_ids, positions, self._caches, meta, meta.last_tokens())
-        return hidden
+        hidden = self._model(token_ids, positions, self._caches, meta, meta.last_tokens())
+        self._hidden[:num_rows].copy_(hidden)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -7,7 +7,8 @@ only inputs are each row's slot and position.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,7 @@ from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.sampler import draw
-from mini_infer.modeling.step_layout import Integers
+from mini_infer.modeling.step_layout import StepLayout
 from mini_infer.modeling.upload import copy_to_device
 
 if TYPE_CHECKING:
@@ -43,6 +44,19 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in ladder if size < max_rows] + [max_rows]
 
 
+def record(step: Callable[[], None], pool: "_POOL_HANDLE") -> torch.cuda.CUDAGraph:
+    """The graph of what ``step`` launches; its results are in tensors that others hold.
+
+    It runs once before: what is not compiled yet is compiled then, which a capture must not.
+    """
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    return graph
+
+
 class DecodeGraphs:
     """Graphs of model, head and sampler for steps of one token a request.
 
@@ -55,9 +69,10 @@ class DecodeGraphs:
         model: CausalLM,
         caches: Sequence[KVCache],
         state: DeviceState,
-        dtype: torch.dtype,
+        logits: Tensor,
         pool: "_POOL_HANDLE",
     ) -> None:
+        """``logits [max_num_seqs, vocab]`` is where the head leaves what is sampled from."""
         self._config = config
         self._model = model
         self._caches = caches
@@ -65,13 +80,16 @@ class DecodeGraphs:
         max_rows = config.max_num_seqs
         device = state.device
         self.sizes = graph_sizes(max_rows)
+        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._inputs = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
         self._cu_seqlens_q = torch.arange(max_rows + 1, device=device)
-        self._logits = torch.empty(
-            max_rows, config.model_config.vocab_size, dtype=dtype, device=device
-        )
+        self._logits = logits
+        # A step's tokens stay there until those of ``depth`` more steps came.
+        shape = config.depth + 1, max_rows
+        self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._num_replays = 0
+        self._expected: tuple[list[int], list[int]] = [], []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._token_ids: dict[int, Tensor] = {}
         self._pool = pool
 
     def capture(self, sizes: Sequence[int] | None = None) -> None:
@@ -79,7 +97,6 @@ class DecodeGraphs:
 
         Their kernels run, on the null slot.
         """
-        self._inputs[:] = 0
         with torch.inference_mode():
             bar = tqdm(
                 sorted(sizes or self.sizes, reverse=True),
@@ -88,42 +105,42 @@ class DecodeGraphs:
                 leave=False,
             )
             for size in bar:
-                self._prepare(size)
-                self._step(size)  # compiles what is not compiled yet: a capture must not
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
-                    self._token_ids[size] = self._step(size)
-                self._graphs[size] = graph
+                self._write(size, [], [])
+                self._graphs[size] = record(partial(self._step, size), self._pool)
+        self._turn.zero_()
 
     def rehearse(self) -> None:
         """Launches the step of every size once, on the null slot, and records nothing."""
         with torch.inference_mode():
             for size in self.sizes:
-                self._prepare(size)
+                self._write(size, [], [])
                 self._step(size)
 
-    def run(self, slots: Integers, starts: Integers) -> tuple[Tensor, Tensor]:
-        """Replays a step of ``slots [R]`` at positions ``starts [R]``.
+    def run(self, layout: StepLayout) -> tuple[Tensor, Tensor]:
+        """Replays a step of one token for each of R slots.
 
-        Returns the sampled tokens ``[R]``, which stand in the token table already, and the logits
-        ``[R, V]``. Both are overwritten by the next step.
+        Returns the sampled tokens ``[R]``, on the host once the device is there, and the logits
+        ``[R, V]``, which the next step overwrites. The tokens stand in the token table, too.
         """
-        num_rows = len(slots)
+        num_rows = layout.num_rows
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        inputs = np.zeros(2 * size, dtype=np.int64)
-        inputs[:num_rows] = slots
-        inputs[num_rows:size] = self._state.null_slot
-        inputs[size : size + num_rows] = starts
-        copy_to_device(inputs, self._inputs[: 2 * size])
+        if (layout.slots, layout.starts) != self._expected:
+            self._write(size, layout.slots, layout.starts)
+        self._expected = layout.slots, [start + 1 for start in layout.starts]
         self._graphs[size].replay()
-        return self._token_ids[size][:num_rows], self._logits[:num_rows]
+        token_ids = self._results[self._num_replays % len(self._results)]
+        self._num_replays += 1
+        return token_ids[:num_rows], self._logits[:num_rows]
 
-    def _prepare(self, size: int) -> None:
-        self._inputs[:size] = self._state.null_slot
-        self._inputs[size : 2 * size] = 0
+    def _write(self, size: int, slots: list[int], starts: list[int]) -> None:
+        """Uploads a step's inputs. Surplus rows are the null slot's."""
+        inputs = np.zeros((2, size), dtype=np.int64)
+        inputs[0] = self._state.null_slot
+        inputs[0, : len(slots)] = slots
+        inputs[1, : len(starts)] = starts
+        copy_to_device(inputs.reshape(-1), self._inputs[: 2 * size])
 
-    def _step(self, num_rows: int) -> Tensor:
+    def _step(self, num_rows: int) -> None:
         state, config = self._state, self._config
         slots, starts = self._inputs[: 2 * num_rows].chunk(2)
         token_ids, seqlens_k, slot_mapping, block_table = ops.decode_inputs(
@@ -147,4 +164,5 @@ class DecodeGraphs:
         )
         x = self._model(token_ids, starts, self._caches, meta)
         logits = self._model.compute_logits(x, out=self._logits[:num_rows])
-        return draw(logits, slots, seqlens_k, state.sampling, state.token_table)
+        token_ids = draw(logits, slots, seqlens_k, state.sampling, state.token_table)
+        ops.publish_(token_ids, slots, starts, state.null_slot, self._results, self._turn)

@@ -90,7 +90,8 @@ class DeviceState:
         self.block_table[self.null_slot] = block_id
 
     def take_in(self, batch: ScheduledBatch) -> None:
-        """Writes the step's admissions and new blocks into the tables."""
+        """Writes the step's admissions and new blocks into the tables, for its layers. The sampler
+        is told by ``sampling.admit``, for which there is time later."""
         tokens = _Writes(self.token_table.shape[1])
         blocks = _Writes(self.block_table.shape[1])
         for admission in batch.admissions:
@@ -100,8 +101,6 @@ class DeviceState:
             self.num_prompt_tokens[slot] = admission.num_prompt_tokens
             self._num_blocks[slot] = 0
             self._append_blocks(blocks, slot, admission.block_ids)
-        if batch.admissions:
-            self.sampling.admit(batch.admissions)
         for chunk in batch.chunks:
             if chunk.new_block_ids:
                 self._append_blocks(blocks, chunk.slot, chunk.new_block_ids)

@@ -40,8 +40,7 @@ def rehearse(runner: ModelRunner) -> None:
     config = runner.config
     runner.init_cache(1)
     if runner.has_graphs:
-        for graphs in runner.new_graphs():
-            graphs.rehearse()
+        runner.new_graphs().rehearse()
     longest = min(config.max_step_tokens, config.max_model_len - 1)
     middle = sorted({min(length, longest) for length in MIDDLE_PROMPTS})
     for batch in (

@@ -86,14 +86,13 @@ def _graph_bytes(runner: ModelRunner) -> int:
     taken = []
     for count in (1, 2):
         before, _ = torch.cuda.mem_get_info()
-        decodes, chunks = runner.new_graphs()
-        decodes.capture(decodes.sizes[-count:])
-        chunks.capture(chunks.shapes[-1:])
+        graphs = runner.new_graphs()
+        graphs.capture_largest(count)
         torch.cuda.empty_cache()  # of what was launched before each recording: steps count that
         after, _ = torch.cuda.mem_get_info()
         taken.append(max(0, before - after))
-        others = len(decodes.sizes) + len(chunks.shapes) - 2
-        del decodes, chunks
+        others = graphs.num_graphs - len(graphs)
+        del graphs
         torch.cuda.empty_cache()
     return taken[0] + max(0, taken[1] - taken[0]) * others
 

@@ -1,5 +1,7 @@
 """Runs scheduled steps on one device. The hot file: it stays minimal."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,8 +10,6 @@ from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.kernels import ops
 from mini_infer.modeling.attention import KVCache
-from mini_infer.modeling.chunk_graphs import ChunkGraphs
-from mini_infer.modeling.cuda_graphs import DecodeGraphs
 from mini_infer.modeling.device_state import DeviceState, StepInputs
 from mini_infer.modeling.kv_memory import allocate_kv_cache, num_blocks_that_fit
 from mini_infer.modeling.layers import activation_dtype
@@ -18,6 +18,7 @@ from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
 from mini_infer.modeling.sampler import Sampler, SampleResult, mask_
+from mini_infer.modeling.step_graphs import StepGraphs
 from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.step_result import (
     LocalStep,
@@ -41,8 +42,7 @@ class ModelRunner:
         self.caches: list[KVCache] = []
         self._files = files
         self._sampler = Sampler()
-        self._graphs: DecodeGraphs | None = None
-        self._chunk_graphs: ChunkGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     def load(self) -> None:
         """Builds the model and its weights on the device."""
@@ -67,15 +67,12 @@ class ModelRunner:
     def capture_graphs(self) -> None:
         """Records decodes of all batch sizes and small steps with chunks; needs ``init_cache``."""
         if self.has_graphs:
-            self._graphs, self._chunk_graphs = self.new_graphs()
+            self._graphs = self.new_graphs()
             self._graphs.capture()
-            self._chunk_graphs.capture()
 
-    def new_graphs(self) -> tuple[DecodeGraphs, ChunkGraphs]:
-        """Graphs over the model and cache that are there, not yet recorded; they share memory."""
-        pool = torch.cuda.graph_pool_handle()
-        where = self.config, self.model, self.caches, self.state
-        return DecodeGraphs(*where, self.dtype, pool), ChunkGraphs(*where, self.dtype, pool)
+    def new_graphs(self) -> StepGraphs:
+        """Graphs over the model and cache that are there, not yet recorded."""
+        return StepGraphs.over(self.config, self.model, self.caches, self.state, self.dtype)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
@@ -89,30 +86,17 @@ class ModelRunner:
             self.state.take_in(batch)
             layout = StepLayout.of(batch)
             if self._graphs is not None and layout.is_decode:
-                return self._replay(self._graphs, batch, layout)
-            prompt_rows: list[PromptRows] = []
-            if self.state.any_prompt_logprobs(batch):
-                x = self._all_tokens(layout)
-                prompt_rows = compute_prompt_rows(
-                    batch, layout.first_rows, x, self.model.compute_logits, self.state
-                )
-                x = x.index_select(0, to_device(layout.last_tokens, self.device))
-            else:
-                x = self._last_tokens(layout)
-            result = None
-            if layout.sampled:
-                if len(layout.sampled) < layout.num_rows:
-                    rows = np.array(layout.sampled, dtype=np.int64)
-                    x = x.index_select(0, to_device(rows, self.device))
-                logits = self.model.compute_logits(x)
-                if batch.masked:
-                    return self._masked_step(batch, layout, logits, prompt_rows)
-                result = self._sample(logits, layout.sampling_slots, layout.sampling_positions)
-            return LocalStep(batch, self.state.params_by_slot, result, prompt_rows, self.device)
+                self.state.sampling.admit(batch.admissions)
+                return self._sampled_step(batch, layout, *self._graphs.decodes.run(layout))
+            x, prompt_rows = self._layers(batch, layout)
+            self.state.sampling.admit(batch.admissions)  # while a device computes the layers
+            if not layout.sampled:
+                return LocalStep(batch, self.state.params_by_slot, None, prompt_rows, self.device)
+            return self._sampled_step(batch, layout, *self._head(x, layout), prompt_rows)
 
     def release(self) -> None:
         """Frees weights, cache and graphs."""
-        self._graphs = self._chunk_graphs = None
+        self._graphs = None
         self.caches = []
         self.__dict__.pop("model", None)
 
@@ -128,19 +112,20 @@ class ModelRunner:
             and ops.gpu_kernels() is not None
         )
 
-    def _last_tokens(self, layout: StepLayout) -> Tensor:
-        """The residual stream ``[R, hidden]`` of each chunk's last token."""
-        if self._chunk_graphs is not None:
-            x = self._chunk_graphs.run(layout)
-            if x is not None:
-                return x
+    def _layers(self, batch: ScheduledBatch, layout: StepLayout) -> tuple[Tensor, list[PromptRows]]:
+        """The residual stream ``[R, hidden]`` of each chunk's last token, and what the others say
+        about prompts, if anybody asked."""
+        if self.state.any_prompt_logprobs(batch):
+            x = self._forward(self.state.lay_out(layout), None)
+            rows = compute_prompt_rows(
+                batch, layout.first_rows, x, self.model.compute_logits, self.state
+            )
+            return x.index_select(0, to_device(layout.last_tokens, self.device)), rows
+        if self._graphs is not None and (last := self._graphs.chunks.run(layout)) is not None:
+            return last, []
         inputs = self.state.lay_out(layout)
         wanted = inputs.meta.last_tokens() if layout.num_tokens > layout.num_rows else None
-        return self._forward(inputs, wanted)
-
-    def _all_tokens(self, layout: StepLayout) -> Tensor:
-        """The residual stream ``[T, hidden]``."""
-        return self._forward(self.state.lay_out(layout), None)
+        return self._forward(inputs, wanted), []
 
     def _forward(self, inputs: StepInputs, wanted: Tensor | None) -> Tensor:
         hidden: Tensor = self.model(
@@ -148,24 +133,43 @@ class ModelRunner:
         )
         return hidden
 
-    def _replay(
-        self, graphs: DecodeGraphs, batch: ScheduledBatch, layout: StepLayout
+    def _head(self, x: Tensor, layout: StepLayout) -> tuple[Tensor | None, Tensor]:
+        """Of the sampled chunks, whose last tokens are among ``x [R, hidden]``: what a graph drew,
+        if there is one, and the logits ``[S, V]``."""
+        if self._graphs is not None:
+            return self._graphs.ends.run(x, layout)
+        if len(layout.sampled) < layout.num_rows:
+            rows = np.array(layout.sampled, dtype=np.int64)
+            x = x.index_select(0, to_device(rows, self.device))
+        return None, self.model.compute_logits(x)
+
+    def _sampled_step(
+        self,
+        batch: ScheduledBatch,
+        layout: StepLayout,
+        drawn: Tensor | None,
+        logits: Tensor,
+        prompt_rows: Sequence[PromptRows] = (),
     ) -> LocalStep | MaskedStep:
+        """A step with the ``logits [S, V]`` of its sampled chunks, and what a graph drew of them.
+
+        A graph knows no masks or other edits: where there are any, all is drawn anew.
+        """
+        if batch.masked:
+            return self._masked_step(batch, layout, logits, prompt_rows)
         slots, positions = layout.sampling_slots, layout.sampling_positions
-        token_ids, logits = graphs.run(slots, np.array(layout.starts, dtype=np.int64))
-        if batch.masked:  # what the graph drew is drawn anew
-            return self._masked_step(batch, layout, logits, [])
-        result = SampleResult(token_ids)
-        if self.state.sampling.needs_edits(slots, positions):
-            result = self._sample(logits, slots, positions)  # over what the graph drew
-        return LocalStep(batch, self.state.params_by_slot, result, [], self.device)
+        if drawn is None or self.state.sampling.needs_edits(slots, positions):
+            result = self._sample(logits, slots, positions)
+        else:
+            result = SampleResult(drawn)
+        return LocalStep(batch, self.state.params_by_slot, result, prompt_rows, self.device)
 
     def _masked_step(
         self,
         batch: ScheduledBatch,
         layout: StepLayout,
         logits: Tensor,
-        prompt_rows: list[PromptRows],
+        prompt_rows: Sequence[PromptRows],
     ) -> MaskedStep:
         """A step whose ``logits``, the sampled chunks', wait for their masks."""
 

@@ -90,7 +90,7 @@ class LocalStep:
         batch: ScheduledBatch,
         params_by_slot: dict[int, SamplingParams],
         sampled: SampleResult | None,
-        prompt_rows: list[PromptRows],
+        prompt_rows: Sequence[PromptRows],
         device: torch.device,
     ) -> None:
         self._batch = batch

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.device_state import DeviceState
@@ -44,8 +45,9 @@ def step() -> ScheduledBatch:
     )
 
 
-def graphs_over(state: DeviceState) -> ChunkGraphs:
-    return ChunkGraphs(CONFIG, None, [], state, torch.float32, None)  # type: ignore[arg-type]
+def graphs_over(state: DeviceState, config: EngineConfig = CONFIG) -> ChunkGraphs:
+    hidden = torch.zeros(config.max_num_seqs + 1, config.model_config.hidden_size)
+    return ChunkGraphs(config, None, [], state, hidden, None)  # type: ignore[arg-type]
 
 
 def test_real_tokens_come_first_and_the_rest_is_nobodys() -> None:
@@ -97,7 +99,7 @@ def test_every_shape_is_one_that_steps_can_have(
     config = make_config(max_num_seqs=20, max_model_len=max_model_len, max_num_batched_tokens=600)
     state = DeviceState(config, CPU)
     state.set_null_block(99)
-    graphs = ChunkGraphs(config, None, [], state, torch.float32, None)  # type: ignore[arg-type]
+    graphs = graphs_over(state, config)
     read = []
 
     def step(shape: tuple[int, int]) -> None:
@@ -122,7 +124,7 @@ def test_every_shape_is_one_that_steps_can_have(
 def test_limits_of_a_few_tokens_leave_no_graphs(limits: dict[str, int]) -> None:
     config = make_config(max_num_seqs=1, **limits)
     state = DeviceState(config, CPU)
-    graphs = ChunkGraphs(config, None, [], state, torch.float32, None)  # type: ignore[arg-type]
+    graphs = graphs_over(state, config)
     graphs.capture()
     batch = ScheduledBatch(0, (Chunk("a", 0, 0, 1),))
     assert graphs.run(StepLayout.of(batch)) is None

@@ -10,6 +10,7 @@ from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.modeling import memory_profile
 from mini_infer.modeling.kv_memory import bytes_per_block
 from mini_infer.modeling.memory_profile import SLACK, largest_step, num_blocks_beside_steps
+from mini_infer.modeling.step_graphs import StepGraphs
 from tests.modeling.test_kernel_warm_up import LIMITS, loaded
 from tests.runtime.fake_executor import make_config
 
@@ -71,8 +72,9 @@ class CountingGPU:
         self.held: WeakKeyDictionary[CountingGraphs, int] = WeakKeyDictionary()
         self.cached = 0
 
-    def new_graphs(self) -> "tuple[CountingGraphs, CountingGraphs]":
-        return CountingGraphs(self), CountingGraphs(self)
+    def new_graphs(self) -> StepGraphs:
+        graphs: list[Any] = [CountingGraphs(self) for _ in StepGraphs._fields]
+        return StepGraphs(*graphs)
 
     def empty_cache(self) -> None:
         self.cached = 0
@@ -100,6 +102,6 @@ def test_graphs_take_what_the_largest_do_and_a_little_for_each(
     gpu: Any = CountingGPU()
     monkeypatch.setattr(torch.cuda, "mem_get_info", gpu.mem_get_info)
     monkeypatch.setattr(torch.cuda, "empty_cache", gpu.empty_cache)
-    assert memory_profile._graph_bytes(gpu) == 2 * 1010 + 10 * (4 + 4 - 2)
+    assert memory_profile._graph_bytes(gpu) == 3 * 1010 + 10 * (3 * 4 - 3)
     gpu.has_graphs = False
     assert memory_profile._graph_bytes(gpu) == 0

@@ -12,6 +12,7 @@ from mini_infer.kernels.triton.embedding import embedding
 from mini_infer.kernels.triton.flash_decoding import decode_attention
 from mini_infer.kernels.triton.logprobs import token_logprobs
 from mini_infer.kernels.triton.norm import rms_norm
+from mini_infer.kernels.triton.publish import publish_
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
 from mini_infer.kernels.triton.sampling import draw
 from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, is_skinny, linear
@@ -26,6 +27,7 @@ __all__ = [
     "is_skinny",
     "linear",
     "paged_attention",
+    "publish_",
     "rms_norm",
     "rotary_and_write_kv",
     "silu_and_mul",
