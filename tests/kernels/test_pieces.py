@@ -172,7 +172,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from mini_infer.kernels.triton.pieces import piece_kernel
 
-constants = dict(window=0, block_size=16, align=16, tile_keys=64, least_keys=64, single=False)
+constants = dict(window=0, block_size=16, align=16, least_keys=64, single=False)
 types = dict(pieces="*i32", rows="*i32", seqlens_k="*i64", cu_seqlens_q="*i64", block_table="*i32")
 types |= dict.fromkeys(constants, "constexpr")
 signature = {name: types.get(name, "i32") for name in piece_kernel.arg_names}

@@ -100,11 +100,11 @@ def test_half_precision(query_len: int) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "num_kv_heads", "max_keys", "num_pieces"),
     [
-        pytest.param(1, 4, 32768, 33, id="one request: a program a processor"),
+        pytest.param(1, 4, 32768, 66, id="one request: two programs a processor"),
         pytest.param(1, 4, 256, 4, id="never more pieces than are worth their cost"),
         pytest.param(1, 4, 90, 1, id="a short context is one piece"),
-        pytest.param(32, 4, 32768, 64, id="rows share the pieces"),
-        pytest.param(64, 4, 32768, 129, id="many rows: two programs a processor"),
+        pytest.param(32, 4, 32768, 64, id="rows share a program a processor"),
+        pytest.param(64, 4, 32768, 195, id="many rows: four programs a processor"),
         pytest.param(2, 300, 32768, 2, id="more heads than processors"),
     ],
 )

@@ -28,7 +28,7 @@ from mini_infer.kernels.triton.paged_tiles import (
     known_blocks,
     load_tiles,
 )
-from mini_infer.kernels.triton.pieces import PIECE_FIELDS, last_tile, seen_keys
+from mini_infer.kernels.triton.pieces import PIECE_FIELDS, seen_keys
 from mini_infer.kernels.triton.rotary import (
     inverse_rms,
     load_angles,
@@ -42,6 +42,69 @@ from mini_infer.kernels.triton.split_attention import (
     new_pieces,
     plan_splits,
 )
+
+
+@triton.jit
+def begin_softmax(
+    token,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos,
+    sin,
+    kv_head,
+    new_key,
+    new_value,
+    is_last,
+    scale_log2,
+    eps,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    norms: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    tile_rows: tl.constexpr,
+):
+    """Reads a row's projection, stores its new key and value, and attends to them.
+
+    Returns ``q [tile_rows, padded_dim]``, normalised and rotated, and the softmax so far, see
+    ``attend_tile``: the new key, which only the last piece of a row has, is where it begins.
+    """
+    group: tl.constexpr = num_heads // num_kv_heads
+    rows = tl.arange(0, tile_rows)
+    dims = tl.arange(0, padded_dim)
+    other = swapped_dims(dims, head_dim)
+    is_dim = dims < head_dim
+    inside = (rows < group)[:, None] & is_dim[None, :]
+    source = token + (kv_head * group + rows)[:, None] * head_dim
+    key = token + (num_heads + kv_head) * head_dim
+    value = key + num_kv_heads * head_dim
+    q = tl.load(source + dims[None, :], mask=inside, other=0.0)
+    swapped = tl.load(source + other[None, :], mask=inside, other=0.0)
+    k = tl.load(key + dims, mask=is_dim, other=0.0)
+    swapped_k = tl.load(key + other, mask=is_dim, other=0.0)
+    v = tl.load(value + dims, mask=is_dim, other=0.0)
+    if norms:
+        q_weight = tl.load(q_norm_ptr + dims, mask=is_dim, other=0.0)
+        q_weight_swapped = tl.load(q_norm_ptr + other, mask=is_dim, other=0.0)
+        k_weight = tl.load(k_norm_ptr + dims, mask=is_dim, other=0.0)
+        k_weight_swapped = tl.load(k_norm_ptr + other, mask=is_dim, other=0.0)
+        q_scale = inverse_rms(q, 1, eps, head_dim)[:, None]
+        q = scale_head(q, q_scale, q_weight[None, :])
+        swapped = scale_head(swapped, q_scale, q_weight_swapped[None, :])
+        k_scale = inverse_rms(k, 0, eps, head_dim)
+        k = scale_head(k, k_scale, k_weight)
+        swapped_k = scale_head(swapped_k, k_scale, k_weight_swapped)
+    q = rotate(q, swapped, cos[None, :], sin[None, :])
+    k = rotate(k, swapped_k, cos, sin)
+    tl.store(new_key + dims, k, mask=is_dim & is_last)
+    tl.store(new_value + dims, v, mask=is_dim & is_last)
+
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale_log2
+    row_max = tl.where(is_last, score, float("-inf"))
+    row_sum = tl.zeros([tile_rows], tl.float32) + tl.where(is_last, 1.0, 0.0)
+    acc = tl.zeros([tile_rows, padded_dim], tl.float32)
+    acc += tl.where(is_last, v.to(tl.float32), 0.0)[None, :]
+    return q, acc, row_sum, row_max
 
 
 @triton.jit(do_not_specialize=["is_first", "table_stride"])
@@ -83,10 +146,11 @@ def decode_kernel(
     Grid: (key-value heads, pieces): programs that run side by side read neighbouring memory. The
     last piece of a row owns its new token, which is not in the cache yet. Writes ``out [R, H, D]``
     where a piece is the only one of its row, else ``partial [pieces, H, D]`` and ``log_sum
-    [pieces, H]``, both float32. A step of short contexts is all latency: what follows the wait is
-    kept short.
+    [pieces, H]``, both float32.
+
+    Old keys need no wait. It stands within the loop, so that the pipeline that the compiler makes
+    of the loop has asked for the first tiles before it.
     """
-    group: tl.constexpr = num_heads // num_kv_heads
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     if early:
         if is_first:  # piece_kernel comes right before
@@ -96,86 +160,27 @@ def decode_kernel(
     row, index, count = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
     start, end, context = tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5)
     if count == 0:
-        if early:
-            tl.extra.cuda.gdc_wait()
-        return
+        return  # others wait
     slot = tl.load(slot_mapping + row).to(tl.int64)
     is_last = index == count - 1
     lowest = context - seen_keys(context, 1, window)
-
-    # The piece's last tile, which may be a part of one, stays in registers while the others pass.
-    tail = last_tile(start, end, tile_keys)
     table = block_table + row.to(tl.int64) * table_stride
     k_head = k_cache + kv_head * head_stride
     v_head = v_cache + kv_head * head_stride
+    dims = tl.arange(0, padded_dim)
+    cos, sin = load_angles(rope_table, context - 1, dims, head_dim)
+    # Loaded a tile ahead, so that the address of a key is known when its load is due.
     if align > 1:
         blocks = known_blocks(fields + 8, tile_keys, align)
     else:
-        blocks = key_blocks(table, tail, end, block_size, tile_keys, align)
-    tail_k, tail_v = load_tiles(
-        k_head,
-        v_head,
-        blocks,
-        block_stride,
-        token_stride,
-        tail,
-        end,
-        block_size,
-        align,
-        head_dim,
-        padded_dim,
-        tile_keys,
-        True,
-    )
-    blocks = key_blocks(table, start, tail, block_size, tile_keys, align)
+        blocks = key_blocks(table, start, end, block_size, tile_keys, align)
 
-    rows = tl.arange(0, tile_rows)
-    dims = tl.arange(0, padded_dim)
-    other = swapped_dims(dims, head_dim)
-    is_dim = dims < head_dim
-    head = kv_head * group + rows
-    is_query = rows < group
-    inside = is_query[:, None] & is_dim[None, :]
-    cos, sin = load_angles(rope_table, context - 1, dims, head_dim)
-    if norms:
-        q_weight = tl.load(q_norm_ptr + dims, mask=is_dim, other=0.0)
-        q_weight_swapped = tl.load(q_norm_ptr + other, mask=is_dim, other=0.0)
-        k_weight = tl.load(k_norm_ptr + dims, mask=is_dim, other=0.0)
-        k_weight_swapped = tl.load(k_norm_ptr + other, mask=is_dim, other=0.0)
-    if early:
-        tl.extra.cuda.gdc_wait()
-
-    token = qkv_ptr + row.to(tl.int64) * qkv_stride
-    source = token + head[:, None] * head_dim
-    key = token + (num_heads + kv_head) * head_dim
-    value = key + num_kv_heads * head_dim
-    q = tl.load(source + dims[None, :], mask=inside, other=0.0)
-    swapped = tl.load(source + other[None, :], mask=inside, other=0.0)
-    new_k = tl.load(key + dims, mask=is_dim, other=0.0)
-    new_swapped = tl.load(key + other, mask=is_dim, other=0.0)
-    new_v = tl.load(value + dims, mask=is_dim, other=0.0)
-    if norms:
-        scale = inverse_rms(q, 1, eps, head_dim)[:, None]
-        q = scale_head(q, scale, q_weight[None, :])
-        swapped = scale_head(swapped, scale, q_weight_swapped[None, :])
-        k_scale = inverse_rms(new_k, 0, eps, head_dim)
-        new_k = scale_head(new_k, k_scale, k_weight)
-        new_swapped = scale_head(new_swapped, k_scale, k_weight_swapped)
-    q = rotate(q, swapped, cos[None, :], sin[None, :])
-    new_k = rotate(new_k, new_swapped, cos, sin)
-    place = slot // block_size * block_stride + slot % block_size * token_stride + dims
-    tl.store(k_head + place, new_k, mask=is_dim & is_last)
-    tl.store(v_head + place, new_v, mask=is_dim & is_last)
-
-    # The new key, if the piece has it, is where the online softmax begins.
-    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale_log2
-    row_max = tl.where(is_last, score, float("-inf"))
-    row_sum = tl.zeros([tile_rows], tl.float32) + tl.where(is_last, 1.0, 0.0)
+    q = tl.zeros([tile_rows, padded_dim], qkv_ptr.dtype.element_ty)
     acc = tl.zeros([tile_rows, padded_dim], tl.float32)
-    acc += tl.where(is_last, new_v.to(tl.float32), 0.0)[None, :]
-    for first_key in range(start, tail, tile_keys):
-        # A tile ahead, so that the address of a key is known when its load is due.
-        next_blocks = key_blocks(table, first_key + tile_keys, tail, block_size, tile_keys, align)
+    row_sum = tl.zeros([tile_rows], tl.float32)
+    row_max = tl.zeros([tile_rows], tl.float32)
+    for first_key in range(start, tl.maximum(end, start + 1), tile_keys):
+        next_blocks = key_blocks(table, first_key + tile_keys, end, block_size, tile_keys, align)
         k, v = load_tiles(
             k_head,
             v_head,
@@ -189,26 +194,43 @@ def decode_kernel(
             head_dim,
             padded_dim,
             tile_keys,
-            False,
+            True,
         )
+        if first_key == start:
+            if early:
+                tl.extra.cuda.gdc_wait()
+            place = slot // block_size * block_stride + slot % block_size * token_stride
+            q, acc, row_sum, row_max = begin_softmax(
+                qkv_ptr + row.to(tl.int64) * qkv_stride,
+                q_norm_ptr,
+                k_norm_ptr,
+                cos,
+                sin,
+                kv_head,
+                k_head + place,
+                v_head + place,
+                is_last,
+                scale_log2,
+                eps,
+                num_heads,
+                num_kv_heads,
+                norms,
+                head_dim,
+                padded_dim,
+                tile_rows,
+            )
         keys = first_key + tl.arange(0, tile_keys)[None, :]
+        visible = (keys >= lowest) & (keys < end)
         acc, row_sum, row_max = attend_tile(
-            acc, row_sum, row_max, q, k, v, keys >= lowest, scale_log2, window > 0
+            acc, row_sum, row_max, q, k, v, visible, scale_log2, True
         )
         blocks = next_blocks
-    keys = tail + tl.arange(0, tile_keys)[None, :]
-    acc, row_sum, row_max = attend_tile(
-        acc,
-        row_sum,
-        row_max,
-        q,
-        tail_k,
-        tail_v,
-        (keys >= lowest) & (keys < end),
-        scale_log2,
-        True,
-    )
 
+    group: tl.constexpr = num_heads // num_kv_heads
+    rows = tl.arange(0, tile_rows)
+    head = kv_head * group + rows
+    is_query = rows < group
+    inside = is_query[:, None] & (dims < head_dim)[None, :]
     result = acc * (1.0 / row_sum)[:, None]
     if count == 1:
         target = out_ptr + (row.to(tl.int64) * num_heads + head[:, None]) * head_dim

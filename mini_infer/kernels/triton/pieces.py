@@ -147,7 +147,7 @@ def find_row(
 
 PIECE_FIELDS = tl.constexpr(16)
 """Row, index in the row, number of the row's pieces; first key, end, context; queries of the row,
-and the first of them; then the blocks of the piece's last tile."""
+and the first of them; then the blocks of the piece's first tile."""
 ROW_FIELDS = tl.constexpr(2)
 
 
@@ -168,7 +168,6 @@ def piece_kernel(
     window: tl.constexpr,
     block_size: tl.constexpr,
     align: tl.constexpr,
-    tile_keys: tl.constexpr,
     least_keys: tl.constexpr,
     single: tl.constexpr,
 ):
@@ -206,13 +205,7 @@ def piece_kernel(
         tl.store(piece + 6, query_len)
         tl.store(piece + 7, begin)
         lookup = tl.arange(0, MOST_LOOKUPS)
-        key = last_tile(start, end, tile_keys) + lookup * align
+        key = start + lookup * align
         table = block_table + row.to(tl.int64) * table_stride
         block = tl.load(table + key // block_size, mask=key < end, other=0)
         tl.store(piece + 8 + lookup, block)
-
-
-@triton.jit
-def last_tile(start, end, tile_keys: tl.constexpr):
-    """Where the last tile of a piece begins."""
-    return start + tl.maximum(tl.cdiv(end - start, tile_keys) - 1, 0) * tile_keys

@@ -61,15 +61,25 @@ def plan_splits(
     ``memory`` what a program can share among its threads. A row has as many pieces as its share of
     all keys of the step, rounded, but one at least: so there are at most ``aim + num_rows - 1``.
 
-    While rows and heads alone do not fill the ``sms`` processors, each of these gets one program
-    with wide tiles, else two with narrow ones: the fastest of those tried on an H200.
+    The tiles are the fastest of those tried on an H200. Where few rows make a step all latency, a
+    program has less than 48 KiB of shared memory: beyond, Triton asks for another division of a
+    processor's memory into cache and shared memory than the kernels before and after have, and none
+    of these starts early. Where rows and heads fill the ``sms`` processors, single warps do best:
+    two of them wait for each other.
     """
-    is_wide = num_rows * num_kv_heads <= sms and num_queries <= 16
-    programs, most_keys, num_warps = (sms, 128, 8) if is_wide else (2 * sms, 64, 4)
+    units = num_rows * num_kv_heads
+    if num_queries > 16:
+        programs, most_keys, num_warps, num_stages = 2 * sms, 64, 4, 3
+    elif units <= sms // 4:
+        programs, most_keys, num_warps, num_stages = 2 * sms, 64, 4, 2
+    elif units <= sms:
+        programs, most_keys, num_warps, num_stages = sms, 128, 8, 3
+    else:
+        programs, most_keys, num_warps, num_stages = 4 * sms, 32, 2, 4
     aim = max(1, programs // num_kv_heads) if SPLITS else 1
     row_limit = max(1, (max_keys + LEAST_KEYS // 2) // LEAST_KEYS)
     keys = max(16, min(most_keys, most_keys * 256 // power_of_two(head_bytes)))
-    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps, num_stages=3)
+    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps, num_stages)
     num_pieces = min(aim + num_rows - 1, num_rows * row_limit)
     return SplitPlan(aim, num_pieces, num_pieces == num_rows, fit(tiles, head_bytes, memory))
 
@@ -345,7 +355,6 @@ def cut_contexts(
         window=window,
         block_size=block_size,
         align=align,
-        tile_keys=plan.tiles.keys,
         least_keys=max(LEAST_KEYS, align),  # so that no piece is left without keys
         single=single,
     )
