@@ -195,6 +195,25 @@ def decode_inputs(
     return reference.decode_inputs(*arguments)
 
 
+def chunk_inputs(
+    slots: Tensor,
+    starts: Tensor,
+    cu_seqlens_q: Tensor,
+    num_tokens: int,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_columns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See ``reference.chunk_inputs``."""
+    rows, tables = (slots, starts, cu_seqlens_q), (token_table, block_table)
+    arguments = *rows, num_tokens, *tables, block_size, num_columns
+    if slots.is_cuda and (kernels := gpu_kernels()):
+        result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernels.chunk_inputs(*arguments)
+        return result
+    return reference.chunk_inputs(*arguments)
+
+
 def publish_(
     token_ids: Tensor,
     slots: Tensor,

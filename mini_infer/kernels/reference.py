@@ -142,6 +142,34 @@ def decode_inputs(
     return token_table[slots, starts], starts + 1, slot_mapping, block_table[slots, :num_columns]
 
 
+def chunk_inputs(
+    slots: Tensor,
+    starts: Tensor,
+    cu_seqlens_q: Tensor,
+    num_tokens: int,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_columns: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a step of T tokens in R chunks of any lengths reads from the device's tables.
+
+    ``slots, starts [R]`` and ``cu_seqlens_q [R + 1]``, all int64: whose chunk, from which position,
+    and which of the step's tokens; a chunk may have none. Returns token ids and positions ``[T]``,
+    context lengths ``[R]``, flat KV slots ``[T]`` (int64) and block table ``[R, num_columns]``
+    (int32), of which only the columns in use count. Never waits for the device.
+    """
+    lens = cu_seqlens_q.diff()
+    token_slots = slots.repeat_interleave(lens, output_size=num_tokens)
+    offsets = starts - cu_seqlens_q[:-1]
+    positions = torch.arange(num_tokens, device=slots.device)
+    positions += offsets.repeat_interleave(lens, output_size=num_tokens)
+    blocks = block_table[token_slots, positions // block_size]
+    slot_mapping = blocks * block_size + positions % block_size
+    token_ids = token_table[token_slots, positions]
+    return token_ids, positions, starts + lens, slot_mapping, block_table[slots, :num_columns]
+
+
 def publish_(
     token_ids: Tensor,
     slots: Tensor,

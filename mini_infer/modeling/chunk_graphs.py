@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.engine_config import EngineConfig
+from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
@@ -67,7 +68,7 @@ class ChunkGraphs:
             for few in (rows if many <= SHORT_STEP else rows[-1:])
             if 1 < many <= few * (config.max_model_len - 1)
         ]
-        self._inputs = torch.zeros(4 * rows[-1] + 1, dtype=torch.int64, device=state.device)
+        self._inputs = torch.zeros(3 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._hidden = hidden
         self._launch_seconds = 0.0
@@ -127,12 +128,13 @@ class ChunkGraphs:
         self, num_rows: int, slots: list[int], starts: list[int], query_lens: list[int]
     ) -> None:
         """Rows beyond ``slots`` are the null slot's, and those beyond ``query_lens`` empty."""
-        packed = np.zeros(4 * num_rows + 1, dtype=np.int64)
-        row_slots, row_starts, lens = packed[: 3 * num_rows].reshape(3, num_rows)
+        packed = np.zeros(3 * num_rows + 1, dtype=np.int64)
+        row_slots, row_starts = packed[: 2 * num_rows].reshape(2, num_rows)
         row_slots[: len(slots)], row_slots[len(slots) :] = slots, self._state.null_slot
         row_starts[: len(starts)] = starts
-        lens[: len(query_lens)] = query_lens
-        packed[3 * num_rows + 1 :] = np.cumsum(lens)
+        ends = packed[2 * num_rows + 1 :]
+        ends[: len(query_lens)] = np.cumsum(query_lens)
+        ends[len(query_lens) :] = sum(query_lens)
         copy_to_device(packed, self._inputs[: len(packed)])
 
     def _rehearse(self, shape: Shape) -> None:
@@ -146,20 +148,31 @@ class ChunkGraphs:
         lens = [each + 1] * rest + [each] * (num_rows - rest)
         self._write_rows(num_rows, [], [], lens)
 
+    def _views(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``slots, starts [R], cu_seqlens_q [R + 1]`` among the inputs."""
+        slots, starts = self._inputs[: 2 * num_rows].chunk(2)
+        return slots, starts, self._inputs[2 * num_rows : 3 * num_rows + 1]
+
     def _step(self, shape: Shape) -> None:
         num_rows, num_tokens = shape
         state, config = self._state, self._config
-        slots, starts, lens = self._inputs[: 3 * num_rows].view(3, num_rows)
-        cu_seqlens_q = self._inputs[3 * num_rows : 4 * num_rows + 1]
-        token_ids, positions, slot_mapping = state.gather_tokens(
-            slots, starts, lens, cu_seqlens_q, num_tokens
+        slots, starts, cu_seqlens_q = self._views(num_rows)
+        token_ids, positions, seqlens_k, slot_mapping, block_table = ops.chunk_inputs(
+            slots,
+            starts,
+            cu_seqlens_q,
+            num_tokens,
+            state.token_table,
+            state.block_table,
+            config.block_size,
+            config.max_blocks_per_request,
         )
         # Lengths that make both kinds of attention take part: single tokens, and anything longer.
         longest = min(num_tokens, config.max_model_len)
         meta = AttentionMetadata(
             cu_seqlens_q=cu_seqlens_q,
-            seqlens_k=starts + lens,
-            block_table=state.block_table[slots],
+            seqlens_k=seqlens_k,
+            block_table=block_table,
             slot_mapping=slot_mapping,
             max_query_len=longest,
             max_seqlen_k=config.max_model_len,

@@ -110,22 +110,19 @@ class DeviceState:
     def lay_out(self, layout: StepLayout) -> StepInputs:
         """The tensors of a step of any chunks, after ``take_in``."""
         num_tokens, num_rows = layout.num_tokens, layout.num_rows
-        slots, starts, lens, cu_seqlens_q = self._upload(
-            layout.slots, layout.starts, layout.query_lens, layout.first_rows
-        )
+        slots, starts, cu_seqlens_q = self._upload(layout.slots, layout.starts, layout.first_rows)
         max_context = max(layout.context_lens)
         num_columns = -(-max_context // self.block_size)
+        tables = self.token_table, self.block_table
         if num_tokens == num_rows:  # one token each: rows are requests
             positions = starts
             token_ids, seqlens_k, slot_mapping, block_table = ops.decode_inputs(
-                slots, starts, self.token_table, self.block_table, self.block_size, num_columns
+                slots, starts, *tables, self.block_size, num_columns
             )
         else:
-            token_ids, positions, slot_mapping = self.gather_tokens(
-                slots, starts, lens, cu_seqlens_q, num_tokens
+            token_ids, positions, seqlens_k, slot_mapping, block_table = ops.chunk_inputs(
+                slots, starts, cu_seqlens_q, num_tokens, *tables, self.block_size, num_columns
             )
-            seqlens_k = starts + lens
-            block_table = self.block_table[slots, :num_columns]
         meta = AttentionMetadata(
             cu_seqlens_q=cu_seqlens_q,
             seqlens_k=seqlens_k,
@@ -138,18 +135,6 @@ class DeviceState:
             backend=self._attention_backend,
         )
         return StepInputs(token_ids, positions, meta)
-
-    def gather_tokens(
-        self, slots: Tensor, starts: Tensor, lens: Tensor, cu_seqlens_q: Tensor, num_tokens: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, positions and flat KV slots, each ``[T]``, of the chunks ``[R]``; never waits."""
-        token_slots = slots.repeat_interleave(lens, output_size=num_tokens)
-        offsets = starts - cu_seqlens_q[:-1]
-        positions = torch.arange(num_tokens, device=self.device)
-        positions += offsets.repeat_interleave(lens, output_size=num_tokens)
-        blocks = self.block_table[token_slots, positions // self.block_size]
-        slot_mapping = blocks * self.block_size + positions % self.block_size
-        return self.token_table[token_slots, positions], positions, slot_mapping
 
     def append_tokens(self, slots: Integers, positions: Integers, token_ids: Tensor) -> None:
         """Scatters ``token_ids [S]`` to each slot's position in the token table."""

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.kernels import reference
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.step_layout import StepLayout
@@ -50,6 +52,19 @@ def graphs_over(state: DeviceState, config: EngineConfig = CONFIG) -> ChunkGraph
     return ChunkGraphs(config, None, [], state, hidden, None)  # type: ignore[arg-type]
 
 
+def inputs(
+    state: DeviceState, graphs: ChunkGraphs, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of the step of that shape that was written last: ids, positions, contexts, KV slots, and
+    where its rows end."""
+    slots, starts, cu_seqlens_q = graphs._views(shape[0])
+    tables = state.token_table, state.block_table
+    *found, _ = reference.chunk_inputs(
+        slots, starts, cu_seqlens_q, shape[1], *tables, state.block_size, 1
+    )
+    return (*found, cu_seqlens_q)
+
+
 def test_real_tokens_come_first_and_the_rest_is_nobodys() -> None:
     batch = step()
     state, layout = state_with(batch), StepLayout.of(batch)
@@ -57,9 +72,7 @@ def test_real_tokens_come_first_and_the_rest_is_nobodys() -> None:
     shape = graphs._shape_for(layout.num_rows + 1, layout.num_tokens)
     assert shape == (8, 16)
     graphs._write_inputs(shape, layout)
-    slots, starts, lens = graphs._inputs[:24].view(3, 8)
-    cu_seqlens_q = graphs._inputs[24:33]
-    token_ids, positions, slot_mapping = state.gather_tokens(slots, starts, lens, cu_seqlens_q, 16)
+    token_ids, positions, seqlens_k, slot_mapping, cu_seqlens_q = inputs(state, graphs, shape)
     expected = state.lay_out(layout)
     count = layout.num_tokens
     assert token_ids[:count].tolist() == expected.token_ids.tolist()
@@ -68,7 +81,7 @@ def test_real_tokens_come_first_and_the_rest_is_nobodys() -> None:
     assert cu_seqlens_q[:4].tolist() == expected.meta.cu_seqlens_q.tolist()
     assert cu_seqlens_q[4:].tolist() == [16] * 5
     assert set((slot_mapping[count:] // CONFIG.block_size).tolist()) == {99}
-    assert (starts + lens)[:4].tolist() == [7, 13, 12, 16 - count]
+    assert seqlens_k[:4].tolist() == [7, 13, 12, 16 - count]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +117,9 @@ def test_every_shape_is_one_that_steps_can_have(
 
     def step(shape: tuple[int, int]) -> None:
         num_rows, num_tokens = shape
-        slots, starts, lens = graphs._inputs[: 3 * num_rows].view(3, num_rows)
-        cu_seqlens_q = graphs._inputs[3 * num_rows : 4 * num_rows + 1]
-        assert slots.tolist() == [state.null_slot] * num_rows
+        assert graphs._views(num_rows)[0].tolist() == [state.null_slot] * num_rows
+        _, positions, _, _, cu_seqlens_q = inputs(state, graphs, shape)
         assert cu_seqlens_q[-1] == num_tokens
-        _, positions, _ = state.gather_tokens(slots, starts, lens, cu_seqlens_q, num_tokens)
         read.append(int(positions.max()))
 
     monkeypatch.setattr(graphs, "_step", step)

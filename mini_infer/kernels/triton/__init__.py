@@ -7,6 +7,7 @@ Each function has the arguments of its namesake in ``mini_infer.kernels.referenc
 
 from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
+from mini_infer.kernels.triton.chunk_inputs import chunk_inputs
 from mini_infer.kernels.triton.decode_inputs import decode_inputs
 from mini_infer.kernels.triton.embedding import embedding
 from mini_infer.kernels.triton.flash_decoding import decode_attention
@@ -19,6 +20,7 @@ from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, is_skinn
 
 __all__ = [
     "add_linear_",
+    "chunk_inputs",
     "decode_attention",
     "decode_inputs",
     "draw",
