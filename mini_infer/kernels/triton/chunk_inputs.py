@@ -69,11 +69,11 @@ def chunk_inputs_kernel(
             low = tl.where(is_later & (low < high), middle + 1, low)
             high = tl.where(is_later, high, middle)
         position = tl.load(starts + low) + token - tl.load(cu_seqlens_q + low)
-        slot = tl.load(slots + low)
-        place = token_table + slot * token_stride + position
+        owner = tl.load(slots + low)
+        place = token_table + owner * token_stride + position
         tl.store(token_ids + token, tl.load(place, mask=exists, other=0).to(tl.int64), mask=exists)
         tl.store(positions + token, position, mask=exists)
-        entry = block_table + slot * block_stride + position // block_size
+        entry = block_table + owner * block_stride + position // block_size
         block = tl.load(entry, mask=exists, other=0).to(tl.int64)
         tl.store(slot_mapping + token, block * block_size + position % block_size, mask=exists)
 
