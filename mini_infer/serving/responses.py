@@ -5,6 +5,7 @@
     created, in_progress
       reasoning   output_item.added, content_part.added, reasoning_text.delta ... .done, item.done
       message     output_item.added, content_part.added, output_text.delta ... .done, item.done
+      call        output_item.added, function_call_arguments.delta, .done, item.done
     completed | incomplete | failed
 
 Nothing is kept: every request brings its whole conversation.
@@ -27,12 +28,14 @@ from mini_infer.runtime.async_engine import AsyncEngine, run_off_loop
 from mini_infer.serving.answer import DeltaStream, collect
 from mini_infer.serving.chat import chat_prompt, text_length
 from mini_infer.serving.errors import raise_for_failure
-from mini_infer.serving.messages import MessageParser, RenderedChat, read_message
+from mini_infer.serving.messages import MessageParser, RenderedChat, call_id
 from mini_infer.serving.reasoning import Reasoning, num_reasoning_tokens
 from mini_infer.serving.responses_schema import ResponsesRequest
+from mini_infer.serving.responses_tools import call_item, shown_tools
 from mini_infer.serving.schema import RequestBody
 from mini_infer.serving.spans import Spans
 from mini_infer.serving.sse import EventStreamResponse, to_json, until_disconnect
+from mini_infer.serving.tool_calls import ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -103,15 +106,15 @@ class ResponseAnswer:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": shown_tools(body.tools),
             "top_logprobs": 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -120,16 +123,10 @@ class ResponseAnswer:
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The answer of a request that isn't streamed."""
         [choice] = output.outputs
-        message = read_message(self.rendered.form, choice.text)
-        status = _status(choice.finish_reason)
-        items = []
-        if message.reasoning:
-            ended = bool(message.content) or status == "completed"
-            state = "completed" if ended else status
-            items.append(_item(REASONING, _item_id(REASONING), state, message.reasoning))
-        if message.content or not items:
-            items.append(_item(MESSAGE, _item_id(MESSAGE), status, message.content))
-        return self.ended(output, items)
+        events = ResponseEvents(self)
+        for _ in events.read(choice.text, choice.finish_reason):
+            pass
+        return self.ended(output, events.items)
 
     def ended(self, output: RequestOutput, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The response object at its end."""
@@ -196,7 +193,7 @@ class ResponseEvents:
     def __init__(self, answer: ResponseAnswer) -> None:
         self._answer = answer
         self._parser = MessageParser(answer.rendered.form)
-        self._items: list[dict[str, Any]] = []
+        self.items: list[dict[str, Any]] = []
         """Those that are done."""
         self._kind: Kind | None = None
         """Of the item that is told of now, with its id and text so far."""
@@ -214,27 +211,34 @@ class ResponseEvents:
             snapshot = self._answer.snapshot("in_progress", [])
             yield self._event("response.created", response=snapshot)
             yield self._event("response.in_progress", response=snapshot)
-        parts = self._parser.append(delta.text)
-        if delta.finish_reason is not None:
+        yield from self.read(delta.text, delta.finish_reason)
+        if delta.output is not None:
+            response = self._answer.ended(delta.output, self.items)
+            yield self._event(f"response.{_status(delta.finish_reason)}", response=response)
+
+    def read(self, text: str, finish_reason: str | None) -> Iterator[str]:
+        """The events of items that a piece of the answer's text becomes."""
+        parts = self._parser.append(text)
+        if finish_reason is not None:
             parts += self._parser.finish()
         for part in parts:
-            is_thought = isinstance(part, Reasoning)
-            text = part.text if isinstance(part, Reasoning) else part
-            assert isinstance(text, str), "no tools, no calls"
-            yield from self._tell(REASONING if is_thought else MESSAGE, text)
-        if delta.output is not None:
-            status = _status(delta.finish_reason)
-            if self._kind is None:
+            if isinstance(part, ToolCall):
+                yield from self._tell_call(part)
+            elif isinstance(part, Reasoning):
+                yield from self._tell(REASONING, part.text)
+            else:
+                yield from self._tell(MESSAGE, part)
+        if finish_reason is not None:
+            if self._kind is None and not self.items:
                 yield from self._begin(MESSAGE)
-            yield from self._end(status)
-            response = self._answer.ended(delta.output, self._items)
-            yield self._event(f"response.{status}", response=response)
+            if self._kind is not None:
+                yield from self._end(_status(finish_reason))
 
     def failed(self, message: str) -> str:
         """The last event of a response that failed on the way."""
         return self._event(
             "response.failed",
-            response=self._answer.snapshot("failed", self._items, error=message),
+            response=self._answer.snapshot("failed", self.items, error=message),
         )
 
     def _tell(self, kind: Kind, text: str) -> Iterator[str]:
@@ -245,10 +249,25 @@ class ResponseEvents:
         self._texts.append(text)
         yield self._part_event(kind, "delta", delta=text)
 
+    def _tell_call(self, call: ToolCall) -> Iterator[str]:
+        if self._kind is not None:
+            yield from self._end("completed")
+        item_id, name = f"fc_{uuid.uuid4().hex}", call_id()
+        index = len(self.items)
+        place = {"item_id": item_id, "output_index": index}
+        begun = call_item(item_id, name, ToolCall(call.name, ""), "in_progress")
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        arguments = "response.function_call_arguments"
+        yield self._event(f"{arguments}.delta", **place, delta=call.arguments)
+        yield self._event(f"{arguments}.done", **place, name=call.name, arguments=call.arguments)
+        item = call_item(item_id, name, call, "completed")
+        self.items.append(item)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
     def _begin(self, kind: Kind) -> Iterator[str]:
         self._kind, self._item_id, self._texts = kind, _item_id(kind), []
         item = _item(kind, self._item_id, "in_progress", None)
-        index = len(self._items)
+        index = len(self.items)
         yield self._event("response.output_item.added", output_index=index, item=item)
         yield self._place_event("response.content_part.added", part=_part(kind, ""))
 
@@ -258,8 +277,8 @@ class ResponseEvents:
         yield self._part_event(kind, "done", text=text)
         yield self._place_event("response.content_part.done", part=_part(kind, text))
         item = _item(kind, self._item_id, status, text)
-        index = len(self._items)
-        self._items.append(item)
+        index = len(self.items)
+        self.items.append(item)
         self._kind = None
         yield self._event("response.output_item.done", output_index=index, item=item)
 
@@ -269,10 +288,10 @@ class ResponseEvents:
         return self._place_event(f"response.{kind.part}.{suffix}", **fields)
 
     def _place_event(self, name: str, **fields: Any) -> str:
-        place = {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
+        place = {"item_id": self._item_id, "output_index": len(self.items), "content_index": 0}
         return self._event(name, **place, **fields)
 
-    def _event(self, name: str, **fields: Any) -> str:
+    def _event(self, name: str, /, **fields: Any) -> str:
         data = {"type": name, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return f"event: {name}\ndata: {to_json(data)}\n\n"

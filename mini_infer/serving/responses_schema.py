@@ -5,6 +5,13 @@ from typing import Any
 
 from mini_infer.core.errors import InvalidRequestError
 from mini_infer.runtime.unicode_text import utf8_bytes
+from mini_infer.serving.output_form import read_format
+from mini_infer.serving.responses_tools import (
+    chat_tool_choice,
+    chat_tools,
+    read_call,
+    read_result,
+)
 from mini_infer.serving.schema import ChatCompletionRequest, RequestBody
 
 RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
@@ -15,8 +22,6 @@ RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -56,6 +61,10 @@ class ResponsesRequest(RequestBody):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """False: only the first call of an answer counts."""
 
     def check(self) -> None:
         extra = self.model_extra or {}
@@ -86,22 +95,34 @@ class ResponsesRequest(RequestBody):
                 "max_output_tokens",
             )
         _check_metadata(self.metadata or {})
-        _check_plain("text", self.text, {"format": ({"type": "text"},), "verbosity": ("medium",)})
+        text = {name: item for name, item in (self.text or {}).items() if name != "format"}
+        _check_plain("text", text, {"verbosity": ("medium",)})
         _check_plain("reasoning", self.reasoning, {"effort": ("none",)})
 
     def chat_request(self) -> ChatCompletionRequest:
         """The same request to chat completions.
 
         Raises:
-            InvalidRequestError: an item of ``input`` that is no message of text.
+            InvalidRequestError: an item of ``input`` that is no message of text and no call, or
+                malformed tools or ``text.format``.
         """
         shared = {name: getattr(self, name) for name in RequestBody.model_fields}
-        return ChatCompletionRequest(
+        chat = ChatCompletionRequest(
             **shared,
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
             chat_template_kwargs=self.chat_template_kwargs,
+            tools=chat_tools(self.tools or ()),
+            tool_choice=chat_tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
         )
+        text_format = (self.text or {}).get("format")
+        if text_format is not None and not isinstance(text_format, Mapping):
+            raise InvalidRequestError("text.format must be an object with a type", "text")
+        if (form := read_format(text_format, "text.format")) is not None:
+            chat.hold_to(form)
+        chat.check_tools()
+        return chat
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -114,13 +135,27 @@ class ResponsesRequest(RequestBody):
         thoughts: list[str] = []
         for index, item in enumerate(self.input):
             if item.get("type") == "reasoning":
-                thoughts.append(_text(f"input[{index}]", item.get("content") or [], REASONING))
+                thoughts.append(
+                    _text(f"input[{index}].content", item.get("content") or [], REASONING)
+                )
                 continue
-            message = _message(f"input[{index}]", item)
+            kind, place = item.get("type"), f"input[{index}]"
+            if kind == "function_call":
+                call = read_call(place, item)
+                if thoughts or not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                message = messages[-1]
+                message["tool_calls"] = [*message.get("tool_calls", ()), call]
+            elif kind == "function_call_output":
+                text = _text(f"{place}.output", item.get("output"), TEXT_PARTS)
+                message = read_result(place, item, text)
+                messages.append(message)
+            else:
+                message = _message(place, item)
+                messages.append(message)
             if thoughts and message["role"] == "assistant":
                 message["reasoning_content"] = "".join(thoughts)
             thoughts = []
-            messages.append(message)
         return messages
 
 
@@ -130,7 +165,8 @@ REASONING = ("reasoning_text",)
 def _message(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if item.get("type", "message") != "message":
         raise InvalidRequestError(
-            f"{place} is of type {item['type']!r:.40}: only messages and reasoning are supported",
+            f"{place} is of type {item['type']!r:.40}: only messages, reasoning, function calls "
+            "and their outputs are supported",
             "input",
         )
     role = item.get("role")
@@ -138,7 +174,7 @@ def _message(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{place}.role must be one of {', '.join(ROLES)}, got {role!r:.80}", "input"
         )
-    return {"role": role, "content": _text(place, item.get("content"), TEXT_PARTS)}
+    return {"role": role, "content": _text(f"{place}.content", item.get("content"), TEXT_PARTS)}
 
 
 def _text(place: str, content: Any, types: tuple[str, ...]) -> str:
@@ -146,13 +182,13 @@ def _text(place: str, content: Any, types: tuple[str, ...]) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{place}.content must be a string or a list of parts", "input")
+        raise InvalidRequestError(f"{place} must be a string or a list of parts", "input")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind not in types or not isinstance(part.get("text"), str):
             raise InvalidRequestError(
-                f"{place}.content has a part of type {kind!r:.40}: only text is supported, as "
+                f"{place} has a part of type {kind!r:.40}: only text is supported, as "
                 f"{{'type': '{types[0]}', 'text': ...}}",
                 "input",
             )

@@ -224,6 +224,7 @@ class ChatCompletionRequest(RequestBody):
     """False leaves out what the model thought before its answer."""
 
     _rendered: RenderedChat | None = PrivateAttr(None)
+    _form: StructuredOutputsParams | None = PrivateAttr(None)
 
     @property
     def rendered(self) -> RenderedChat:
@@ -233,6 +234,13 @@ class ChatCompletionRequest(RequestBody):
 
     def set_rendered(self, rendered: RenderedChat) -> None:
         self._rendered = rendered
+
+    def hold_to(self, form: StructuredOutputsParams) -> None:
+        """Holds answers to a form that came in a field of another API."""
+        self._form = form
+
+    def output_form(self) -> StructuredOutputsParams | None:
+        return self._form or super().output_form()
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
@@ -251,15 +259,7 @@ class ChatCompletionRequest(RequestBody):
                 "continue_final_message and add_generation_prompt can't both be true",
                 "continue_final_message",
             )
-        check_tools(self.tools)
-        choice = self.read_tool_choice()
-        form = self.output_form()
-        if form is not None and self.usable_tools and (choice.required or form.json is None):
-            raise InvalidRequestError(
-                "tools go together with a JSON schema for answers without a call, where "
-                "tool_choice is 'auto'; not with another form",
-                "structured_outputs" if self.structured_outputs else "response_format",
-            )
+        self.check_tools()
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -268,6 +268,22 @@ class ChatCompletionRequest(RequestBody):
                     f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}",
                     "top_logprobs",
                 )
+
+    def check_tools(self) -> None:
+        """Raises InvalidRequestError for tools, a choice or a form of answers that can't be."""
+        check_tools(self.tools)
+        choice = self.read_tool_choice()
+        form = self.output_form()
+        if form is not None and self.usable_tools and (choice.required or form.json is None):
+            raise InvalidRequestError(
+                "tools go together with a JSON schema for answers without a call, where "
+                "tool_choice is 'auto'; not with another form",
+                "tools"
+                if self._form
+                else "structured_outputs"
+                if self.structured_outputs
+                else "response_format",
+            )
 
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""

@@ -166,13 +166,22 @@ def test_earlier_thoughts_reach_the_template(
     assert "assistant\nHm.|" in prompts[-1]
 
 
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"store": True}, "store", "keeps no answers"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no answers"),
     ({"conversation": "conv_1"}, "conversation", "keeps no answers"),
     ({"background": True}, "background", "keeps no answers"),
     ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
-    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"tool_choice": "required"}, "tools", "there are no tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", "must be 'none'"),
+    ({"tools": [{"type": "function"}]}, "tools", "name must be a string"),
+    ({"tools": [{**TOOL, "parameters": {"not": {}}}], "tool_choice": "required"}, "tools", "not"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "text", "format.schema"),
+    ({"text": {"format": "json"}}, "text", "must be an object"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "called text.format"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input", "input[0].call_id"),
     ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"prompt": {"id": "x"}}, "prompt", "not supported"),
@@ -194,7 +203,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ["Hello"]}, "input", "dictionary"),
     ({"input": [{"role": "critic", "content": "x"}]}, "input", "'critic'"),
     ({"input": [{"role": "user"}]}, "input", "content"),
-    ({"input": [{"type": "function_call_output"}]}, "input", "function_call_output"),
+    ({"input": [{"type": "function_call_output"}]}, "input", "input[0].output must be"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
     ({"input": [{"role": "user", "content": ["x"]}]}, "input", "'str'"),
     ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options", "last event"),
