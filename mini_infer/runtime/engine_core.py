@@ -4,6 +4,7 @@ It knows no text, so that it can run in a process of its own (``engine_main.py``
 tokenizes, detokenizes and speaks HTTP.
 """
 
+import contextlib
 import gc
 import logging
 from collections import deque
@@ -22,6 +23,7 @@ from mini_infer.runtime.grammar_compiler import GrammarCompiler
 from mini_infer.runtime.grammar_requests import GrammarRequests
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.step_results import end_update
+from mini_infer.runtime.step_trials import StepTrials
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, num_blocks, self.events)
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self._submit_failed = False
+        self._trials = StepTrials()
         self._grammars = GrammarRequests(grammars, config.model_config.vocab_size)
         self._unsampled: MaskedStepHandle | None = None
         """The last step in flight, while it waits for its masks."""
@@ -104,8 +107,8 @@ class EngineCore:
     def step(self) -> list[RequestUpdate]:
         """Launches what can run, takes in the oldest step in flight, returns what is new.
 
-        A step that raises ends the requests that it held, with finish reason ``error``; a user's
-        policy that raises, the request that it was asked about. All others go on.
+        A request that makes the model raise ends with finish reason ``error`` (``StepTrials``), as
+        does one on which a user's policy raises. All others go on.
 
         Raises:
             EngineDeadError: the device failed for good, and every further step would.
@@ -116,7 +119,7 @@ class EngineCore:
             and not self._submit_failed
             and self._unsampled is None
         ):
-            batch = self.scheduler.schedule()
+            batch = self._next_batch()
             if batch is None:
                 break
             self._submit(self._grammars.mark(batch))
@@ -136,10 +139,22 @@ class EngineCore:
             self._froze_heap = False
             gc.unfreeze()
 
+    def _next_batch(self) -> ScheduledBatch | None:
+        suspects = self._trials.next_group()
+        if not suspects:
+            return self.scheduler.schedule()
+        if self._in_flight:  # one by one, so that it is clear which step raised
+            return None
+        batch = self.scheduler.schedule_only(suspects)
+        if batch is None:
+            self._trials.give_up()
+            batch = self.scheduler.schedule()
+        return batch
+
     def _submit(self, batch: ScheduledBatch) -> None:
         """Launches a step. It counts as in flight even where Ctrl-C cuts that short, as it does in
         the scheduler."""
-        handle: StepHandle = _FailedStep(StepError("interrupted while it was launched"))
+        handle: StepHandle = _FailedStep(_InterruptedError("while it was launched"))
         try:
             handle = self.executor.submit(batch)
         except Exception as error:
@@ -171,7 +186,7 @@ class EngineCore:
             return
         handle, self._unsampled = self._unsampled, None
         batch, _ = self._in_flight[0]
-        failed: Exception | None = StepError("interrupted while it sampled")
+        failed: Exception | None = _InterruptedError("while it sampled")
         try:
             handle.sample(self._grammars.masks(batch))
             failed = None
@@ -189,16 +204,36 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
-            self._forget_oldest()
-            logger.exception("step %d failed; its requests end with an error", batch.step_id)
-            return self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
-        self._forget_oldest()
+            if not self._trials.next_group():  # else it is known already
+                logger.exception("step %d failed; it held %d", batch.step_id, len(batch.chunks))
+            return self._take_back(batch, error)
+        self._in_flight.popleft()
+        self._trials.succeed()
         return self.scheduler.update(batch, result)
 
-    def _forget_oldest(self) -> None:
-        self._in_flight.popleft()
-        if not self._in_flight:
-            self._submit_failed = False
+    def _take_back(self, failed: ScheduledBatch, error: Exception) -> list[RequestUpdate]:
+        """Undoes all steps in flight, of which the oldest failed; ends who is guilty of it."""
+        later = list(self._in_flight)[1:]
+        self._in_flight.clear()
+        self._submit_failed = False
+        unsampled, self._unsampled = self._unsampled, None
+        requests = self.scheduler.retract()
+        for _, handle in later:
+            if handle is not unsampled:
+                with contextlib.suppress(Exception):
+                    handle.result()
+        if isinstance(error, _InterruptedError):
+            return []
+        guilty = self._trials.fail(failed, requests)
+        message = f"{type(error).__name__}: {error}"
+        for request in guilty:
+            logger.error("request %s ends with an error: %s", request.request_id, message)
+            self.scheduler.finish(request.request_id, "error", message)
+        return [end_update(request, "error", message) for request in guilty]
+
+
+class _InterruptedError(StepError):
+    """Ctrl-C cut the launch of a step short: no request's fault."""
 
 
 class _FailedStep:

@@ -75,8 +75,9 @@ class EngineProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """Kills the process, from whatever thread."""
+        """Kills the process, from whatever thread, and leaves the rest to who waits for it."""
         self._process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Has it build an engine from option names of ``EngineConfig``."""

@@ -1,7 +1,10 @@
-"""The events of a request's ends, as the scheduler tells them."""
+"""Events as the scheduler tells them: a request's ends, and the state after a step."""
 
-from mini_infer.core.events import Finished, Queued
-from mini_infer.core.request import Request
+from mini_infer.cache.manager import KVCacheManager
+from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.events import Finished, Queued, StepCompleted
+from mini_infer.core.request import Request, RequestState
+from mini_infer.runtime.request_queues import RequestQueues
 
 
 def queued_event(request: Request, now: float) -> Queued:
@@ -22,4 +25,20 @@ def finished_event(request: Request, now: float) -> Finished:
         request.num_output_tokens,
         request.first_token_time,
         request.last_token_time,
+    )
+
+
+def step_event(
+    batch: ScheduledBatch, queues: RequestQueues, cache: KVCacheManager, now: float
+) -> StepCompleted:
+    """Of a step that was taken in."""
+    return StepCompleted(
+        now,
+        batch.step_id,
+        batch.num_tokens,
+        queues.count(RequestState.WAITING),
+        queues.num_running,
+        queues.count(RequestState.PREEMPTED),
+        cache.num_used_blocks,
+        cache.num_blocks,
     )

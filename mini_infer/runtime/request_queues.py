@@ -60,6 +60,9 @@ class RequestQueues:
             self._inside[request.state].remove(request)
         elif self._heaps[request.state][0][-1] is request:
             heapq.heappop(self._heaps[request.state])
+        elif state is not RequestState.FINISHED:  # which never comes back: it may stay where it is
+            self._heaps[request.state].remove((request.rank, request))
+            heapq.heapify(self._heaps[request.state])
         self._insert(request, state)
 
     def _insert(self, request: Request, state: RequestState) -> None:

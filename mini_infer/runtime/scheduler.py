@@ -4,7 +4,9 @@ The idea of iteration-level scheduling is Orca's (OSDI 2022), chunked prefill is
 (arXiv 2403.02310), preemption by recomputation is PagedAttention's (arXiv 2309.06180).
 """
 
+import itertools
 from collections import deque
+from collections.abc import Sequence
 
 from mini_infer.cache.manager import KVCacheManager, PrefixMatch
 from mini_infer.core.batch import Chunk, ScheduledBatch
@@ -22,7 +24,7 @@ from mini_infer.core.events import (
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request, RequestState
 from mini_infer.runtime.policy import SchedulingPolicy, load_policy
-from mini_infer.runtime.request_events import finished_event, queued_event
+from mini_infer.runtime.request_events import finished_event, queued_event, step_event
 from mini_infer.runtime.request_queues import RequestQueues
 from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
@@ -122,6 +124,22 @@ class Scheduler:
         for request in self._queues.running(RequestState.PREFILLING):
             self._schedule_running(plan, request, RequestState.PREFILLING)
         self._admit_from_outside(plan)
+        return self._planned(plan)
+
+    def schedule_only(self, requests: Sequence[Request]) -> ScheduledBatch | None:
+        """A step of these requests, wherever they are, and of no other; or None, as ``schedule``
+        says. For ``StepTrials``."""
+        plan = StepPlan(budget=self.config.max_num_batched_tokens)
+        for request in requests:
+            if request.state in (RequestState.PREFILLING, RequestState.DECODING):
+                self._schedule_running(plan, request, request.state)
+            elif plan.budget > 0 and self._free_slots:
+                prefix = self.cache.match_prefix(request)
+                if not prefix.is_worth_waiting_for(request.num_tokens):
+                    self._admit(plan, request, prefix)
+        return self._planned(plan)
+
+    def _planned(self, plan: StepPlan) -> ScheduledBatch | None:
         if not plan.chunks:
             return None
         batch = plan.to_batch(self._num_steps)
@@ -155,7 +173,7 @@ class Scheduler:
                 if update.finish_reason is not None:
                     self._finish(request, update.finish_reason, update.stop_reason)
         if self.events.wants(StepCompleted):
-            self._emit_step_completed(batch)
+            self.events.emit(step_event(batch, self._queues, self.cache, self.events.now()))
         return updates
 
     def take_failures(self) -> list[RequestUpdate]:
@@ -163,17 +181,17 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    def fail(self, batch: ScheduledBatch, message: str) -> list[RequestUpdate]:
-        """Ends the requests of a step that raised; all others go on."""
-        updates = []
-        for request in self._pop_in_flight(batch):
-            request.num_in_flight_steps -= 1
-            if request.state is not RequestState.FINISHED:
-                self._finish(request, "error", message)
-                updates.append(end_update(request, "error", message))
-        if self.events.wants(StepCompleted):
-            self._emit_step_completed(batch)
-        return updates
+    def retract(self) -> list[Request]:
+        """Takes back all steps in flight, as the oldest raised: their requests lose their places,
+        and what these steps would have brought is computed anew. Returns who was in the oldest,
+        and has not ended."""
+        steps = [[r for r in requests if not r.finished] for _, requests in self._in_flight]
+        self._in_flight.clear()
+        for request in itertools.chain(*steps):
+            if request.num_in_flight_steps:
+                request.num_in_flight_steps = request.num_in_flight_tokens = 0
+                self._preempt(request)
+        return steps[0]
 
     # -- how a step is put together
 
@@ -308,14 +326,8 @@ class Scheduler:
             if prefix.is_worth_waiting_for(request.num_tokens):
                 self._queues.set_aside(request)
                 continue
-            if self._blocks_lacking(request, prefix) > 0:
+            if not self._admit(plan, request, prefix):
                 break
-            request.num_computed_tokens = prefix.num_tokens
-            num_new_tokens = self._chunk_size(plan, request)
-            if num_new_tokens == 0:
-                request.num_computed_tokens = 0
-                break
-            self._admit(plan, request, prefix, num_new_tokens)
         self._queues.bring_back()
 
     def _blocks_lacking(self, request: Request, prefix: PrefixMatch) -> int:
@@ -328,9 +340,15 @@ class Scheduler:
         )
         return needed + promised - self.cache.num_available_blocks
 
-    def _admit(
-        self, plan: StepPlan, request: Request, prefix: PrefixMatch, num_new_tokens: int
-    ) -> None:
+    def _admit(self, plan: StepPlan, request: Request, prefix: PrefixMatch) -> bool:
+        """Gives it a slot and its first chunk, where blocks and budget are there for it."""
+        if self._blocks_lacking(request, prefix) > 0:
+            return False
+        request.num_computed_tokens = prefix.num_tokens
+        num_new_tokens = self._chunk_size(plan, request)
+        if num_new_tokens == 0:
+            request.num_computed_tokens = 0
+            return False
         new_blocks = self.cache.allocate(request, num_new_tokens, prefix)
         assert new_blocks is not None, "_blocks_lacking found enough"
         request.slot = self._free_slots.pop()
@@ -348,6 +366,7 @@ class Scheduler:
         plan.admit(request, prefix)
         if plan.append(request, num_new_tokens, new_blocks):
             self._queues.move(request, RequestState.DECODING)
+        return True
 
     # -- ends
 
@@ -375,17 +394,3 @@ class Scheduler:
         if request.slot >= 0:
             self._free_slots.append(request.slot)
             request.slot = -1
-
-    def _emit_step_completed(self, batch: ScheduledBatch) -> None:
-        self.events.emit(
-            StepCompleted(
-                self.events.now(),
-                batch.step_id,
-                batch.num_tokens,
-                self._queues.count(RequestState.WAITING),
-                self._queues.num_running,
-                self._queues.count(RequestState.PREEMPTED),
-                self.cache.num_used_blocks,
-                self.cache.num_blocks,
-            )
-        )

@@ -87,6 +87,9 @@ class FakeExecutor:
         self.max_in_flight = 0
         self.batches: list[ScheduledBatch] = []
         self.fail_at: set[int] = set()
+        self.poison: dict[str, int] = {}
+        """Requests that make a step raise which computes this many of their tokens or more."""
+        self.num_failed = 0
         self._kv: dict[int, int] = {}
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, list[int]] = {}
@@ -99,7 +102,12 @@ class FakeExecutor:
         self._kv.clear()
 
     def submit(self, batch: ScheduledBatch) -> LazyResult:
-        if batch.step_id in self.fail_at:
+        if batch.step_id in self.fail_at or any(
+            chunk.num_computed_tokens + chunk.num_new_tokens
+            >= self.poison.get(chunk.request_id, 2**31)
+            for chunk in batch.chunks
+        ):
+            self.num_failed += 1
             raise RuntimeError("the fake model fails as told")
         self.batches.append(batch)
         assert batch.chunks, "an empty step"

@@ -239,12 +239,8 @@ def test_ctrl_c_within_a_step_leaves_the_engine_usable(
             interrupt(llm, patch, where)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
-        if where == "launch":  # the other one was in that step, too
-            with pytest.raises(StepError, match="interrupted"):
-                pieces += stream
-        else:
-            pieces += stream
-            assert "".join(piece.text for piece in pieces) == texts(llm, ["other"])[0]
+        pieces += stream  # it was in that step, too
+        assert "".join(piece.text for piece in pieces) == texts(llm, ["other"])[0]
         assert llm.engine.scheduler.cache.num_used_blocks == 0
         assert texts(llm, ["a", "b"]) == expected
 

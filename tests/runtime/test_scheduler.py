@@ -281,17 +281,12 @@ def test_aborting_an_unknown_id_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_that_raises_ends_only_the_requests_it_held(depth: int) -> None:
+def test_a_step_that_raises_once_ends_nobody(depth: int) -> None:
     engine = fake_engine(depth=depth, max_num_seqs=2)
     engine.core.executor.fail_at = {3}  # type: ignore[attr-defined]
-    for index in range(4):
-        engine.add_request(str(index), prompt_of(5, index), greedy(9, ignore_eos=True))
-    outputs = run(engine)
-    reasons = [outputs[str(index)].outputs[0].finish_reason for index in range(4)]
-    assert reasons == ["error", "error", "length", "length"]
-    assert "as told" in str(outputs["0"].outputs[0].stop_reason)
-    expected = oracle(prompt_of(5, 3), greedy(9, ignore_eos=True))
-    assert outputs["3"].outputs[0].token_ids == expected
+    params = greedy(9, ignore_eos=True)
+    prompts = [prompt_of(5, index) for index in range(4)]
+    assert generate(engine, prompts, params) == [oracle(prompt, params) for prompt in prompts]
 
 
 def test_chunks_of_a_step_are_in_policy_order() -> None:
