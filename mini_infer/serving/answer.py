@@ -7,11 +7,17 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from mini_infer.core.outputs import RequestDelta, RequestOutput
 from mini_infer.serving.errors import raise_for_failure
 from mini_infer.serving.sse import to_json
 
 DeltaStream = AsyncGenerator[list[RequestDelta], None]
+
+CHOICES = msgspec.json.Encoder()
+"""A tenth of the time of Python's own encoder, for what there is a chunk of per token. It knows no
+integer above 64 bits: what a caller's request is quoted in goes through ``to_json``."""
 
 
 class Envelope:
@@ -49,7 +55,7 @@ class Envelope:
             fields["usage"] = None
         if fields:
             tail = f"],{to_json(fields)[1:]}\n\n"
-        return f"{self._head}{to_json(choice)}{tail}"
+        return f"{self._head}{CHOICES.encode(choice).decode()}{tail}"
 
     def usage_event(self, usage: dict[str, Any]) -> str:
         return f'{self._head}],"usage":{to_json(usage)}}}\n\n'

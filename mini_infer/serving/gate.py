@@ -1,7 +1,7 @@
 """What a request passes before a route sees it: request id, access log, CORS, API key, body size.
 
-Each is plain ASGI around the application. A stream's events pass through what wraps ``send``, so
-only the request id does, at the cost of one call an event.
+Each is plain ASGI around the application. What wraps ``send`` looks at how an answer begins; a
+stream's events go past all of it, as each layer would be a call more per token.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ def gated(app: ASGIApp, options: ServerOptions) -> ASGIApp:
 
 class RequestIds:
     """Answers with the caller's ``X-Request-Id``, or one of ours; other layers find it in the
-    scope's state."""
+    scope's state, and the server's own ``send`` for the events of a stream that has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,7 +62,9 @@ class RequestIds:
         request_id = _header(scope, b"x-request-id")
         if request_id is None or not _is_loggable(request_id):
             request_id = uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        state["send_event"] = send
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

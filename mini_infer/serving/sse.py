@@ -68,14 +68,15 @@ class EventStreamResponse(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_event = scope.get("state", {}).get("send_event", send)
         with contextlib.suppress(ClientDisconnect):
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(send, send_event))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, send_event: Send) -> None:
         async with contextlib.aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for events in self._events:
-                await send(
+                await send_event(
                     {"type": "http.response.body", "body": events.encode(), "more_body": True}
                 )
             await send({"type": "http.response.body", "body": b"", "more_body": False})
