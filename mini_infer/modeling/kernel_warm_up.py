@@ -7,6 +7,7 @@ what they would launch (``kernels/triton/compile_ahead.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mini_infer.core.batch import ScheduledBatch
@@ -14,6 +15,7 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import ops
 from mini_infer.modeling.memory_profile import largest_step, step_of_prompts
+from mini_infer.modeling.step_result import MaskedStep
 
 if TYPE_CHECKING:
     from mini_infer.modeling.model_runner import ModelRunner
@@ -49,6 +51,10 @@ def rehearse(runner: ModelRunner) -> None:
         *(small_step(config, lengths) for lengths in SMALL_STEPS),
     ):
         runner.execute(batch).result()
+    masked = runner.execute(replace(small_step(config, SMALL_STEPS[0]), masked=(0,)))
+    assert isinstance(masked, MaskedStep)
+    masked.sample(bytearray((config.model_config.vocab_size + 31) // 32 * 4))
+    masked.result()
     runner.caches = []
 
 
