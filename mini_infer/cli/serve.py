@@ -97,6 +97,13 @@ class Keys(click.ParamType[str]):
     help="Longest time that a request may take; it is aborted then. [default: none]",
 )
 @click.option(
+    "--tool-call-parser",
+    type=click.Choice(["auto", "hermes", "llama3_json"]),
+    default="auto",
+    show_default=True,
+    help="How the model writes calls of tools; auto: as its chat template tells it to.",
+)
+@click.option(
     "--profile-folder",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for profiles; switches /start_profile and /stop_profile on.",
@@ -125,6 +132,7 @@ def serve(
     max_body_size: int,
     max_num_queued: int,
     request_timeout: float | None,
+    tool_call_parser: str,
     profile_folder: Path | None,
     access_log: bool,
     log_interval: float,
@@ -142,6 +150,7 @@ def serve(
             max_body_size=max_body_size,
             max_num_queued=max_num_queued,
             request_timeout=request_timeout,
+            tool_call_parser=tool_call_parser,
             profile_folder=profile_folder,
             access_log=access_log,
             log_interval=log_interval,

@@ -78,7 +78,9 @@ def create_app(
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         envelope = Envelope("chatcmpl", kind, engine.config.served_model_name, body.include_usage)
         length = text_length(body.messages)
-        prompt = await run_off_loop(length, chat_prompt, engine.tokenizer, body)
+        prompt = await run_off_loop(
+            length, chat_prompt, engine.tokenizer, body, options.tool_call_parser
+        )
         spans.expect([envelope.response_id], request.headers)
         # The template wrote the special tokens itself.
         stream = open_stream({envelope.response_id: prompt}, body, add_special_tokens=False)
@@ -105,7 +107,7 @@ def create_app(
         outputs = await until_disconnect(request.receive, collect(stream))
         return JSONResponse(formatter.answer(outputs))
 
-    app.include_router(responses_router(engine, admit, spans))
+    app.include_router(responses_router(engine, admit, spans, options.tool_call_parser))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -116,7 +118,7 @@ def create_app(
         check_model(engine.config, model)
         return model_card(engine.config, created)
 
-    add_tokenization(app, engine)
+    add_tokenization(app, engine, options.tool_call_parser)
     add_operations(app, engine, metrics, options.profile_folder)
 
     @app.get("/", include_in_schema=False)

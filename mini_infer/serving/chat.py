@@ -28,12 +28,19 @@ from mini_infer.serving.reasoning import (
 )
 from mini_infer.serving.schema import ChatCompletionRequest
 from mini_infer.serving.tool_calls import OPEN as OPEN_CALL
-from mini_infer.serving.tool_calls import ToolCall, ToolParser, tool_parser_for
+from mini_infer.serving.tool_calls import (
+    TOOL_PARSERS,
+    HermesToolParser,
+    ToolCall,
+    ToolParser,
+    tool_parser_for,
+)
 from mini_infer.serving.tool_grammar import tool_grammar
 
 if TYPE_CHECKING:
     from mini_infer.runtime.tokenizer import Tokenizer
 
+AUTO = "auto"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT_FIELDS = {
     "assistant": ("tool_calls", "reasoning_content"),
@@ -43,19 +50,24 @@ KEPT_FIELDS = {
 OWN_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "tools")
 
 
-def chat_prompt(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> str:
+def chat_prompt(
+    tokenizer: "Tokenizer", body: ChatCompletionRequest, tool_call_parser: str = AUTO
+) -> str:
     """A conversation in the format of the model's chat template, special tokens included.
 
-    Leaves on ``body.rendered`` how the answers to it are read.
+    Leaves on ``body.rendered`` how the answers to it are read: calls by a parser of
+    ``TOOL_PARSERS``, or by the one whose form the template teaches.
 
     Raises:
         InvalidRequestError: a message, or a tool, that can't be rendered.
     """
-    body.set_rendered(render_chat(tokenizer, body))
+    body.set_rendered(render_chat(tokenizer, body, tool_call_parser))
     return body.rendered.prompt
 
 
-def render_chat(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> RenderedChat:
+def render_chat(
+    tokenizer: "Tokenizer", body: ChatCompletionRequest, tool_call_parser: str = AUTO
+) -> RenderedChat:
     """Raises InvalidRequestError: a message, or a tool, that can't be rendered."""
     variables = dict(body.chat_template_kwargs or {})
     for name in OWN_FIELDS:
@@ -89,8 +101,8 @@ def render_chat(tokenizer: "Tokenizer", body: ChatCompletionRequest) -> Rendered
         prompt = cut_at_tag(prompt)
         opened = continues_reasoning(messages[-1]["content"])
     tags = [OPEN_THOUGHTS] if OPEN_THOUGHTS in source else []
-    tags += [OPEN_CALL] if tools and OPEN_CALL in source else []
-    parser = _tool_parser(source) if tools else None
+    parser = _tool_parser(source, tool_call_parser) if tools else None
+    tags += [OPEN_CALL] if parser is HermesToolParser else []
     held = _held(tokenizer, body, parser)
     if held is not None and OPEN_THOUGHTS in source:
         held = replace(held, thoughts=thoughts_after(prompt, opened, continued))
@@ -136,17 +148,18 @@ def _is_special(tokenizer: "Tokenizer", tag: str) -> bool:
     return any(map(tokenizer.is_special, tokenizer.encode(tag, add_special_tokens=False)))
 
 
-def _tool_parser(source: str) -> Callable[[], ToolParser]:
+def _tool_parser(source: str, name: str) -> Callable[[], ToolParser]:
     if "tools" not in source:
         raise InvalidRequestError(
             "tools are not supported by this model: its chat template has no place for them",
             "tools",
         )
-    parser = tool_parser_for(source)
+    parser = tool_parser_for(source) if name == AUTO else TOOL_PARSERS[name]
     if parser is None:
         raise InvalidRequestError(
             "tools are not supported by this model: its chat template asks for calls in a form "
-            "that is not known here; Hermes' (Qwen2.5, Qwen3) and Llama 3's are",
+            "that is not known here; Hermes' (Qwen2.5, Qwen3) and Llama 3's are, and the server "
+            "can be told with --tool-call-parser which of them to read",
             "tools",
         )
     return parser

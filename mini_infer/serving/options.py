@@ -7,6 +7,7 @@ from pathlib import Path
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.runtime.waiting_room import MAX_NUM_QUEUED
 from mini_infer.serving.spans import check_endpoint
+from mini_infer.serving.tool_calls import TOOL_PARSERS
 
 MAX_BODY_SIZE = 16 * 2**20
 
@@ -29,6 +30,8 @@ class ServerOptions:
     """Choices that may wait for their first step."""
     request_timeout: float | None = None
     """Seconds that a request may take."""
+    tool_call_parser: str = "auto"
+    """How models write calls: a name of ``TOOL_PARSERS``, or auto, as the chat template says."""
     profile_folder: Path | None = None
     """Where profiles go, which switches their endpoints on."""
     access_log: bool = False
@@ -50,6 +53,11 @@ class ServerOptions:
                     f"--allowed-origin must be like https://example.com, without a path, or *; "
                     f"got {origin!r:.80}"
                 )
+        if self.tool_call_parser not in ("auto", *TOOL_PARSERS):
+            raise InvalidConfigError(
+                f"--tool-call-parser must be auto, {' or '.join(TOOL_PARSERS)}, got "
+                f"{self.tool_call_parser!r:.80}"
+            )
         if self.max_body_size < 1:
             raise InvalidConfigError("--max-body-size must be 1 byte or more")
         if self.max_num_queued < 1:

@@ -54,7 +54,10 @@ REASONING = Kind("reasoning", "rs", "reasoning_text")
 
 
 def responses_router(
-    engine: AsyncEngine, admit: Callable[[RequestBody], None], spans: Spans
+    engine: AsyncEngine,
+    admit: Callable[[RequestBody], None],
+    spans: Spans,
+    tool_call_parser: str,
 ) -> APIRouter:
     """The route; ``admit`` raises for a request that the server does not take."""
     router = APIRouter()
@@ -65,7 +68,9 @@ def responses_router(
         chat = body.chat_request()
         try:
             length = text_length(chat.messages)
-            prompt = await run_off_loop(length, chat_prompt, engine.tokenizer, chat)
+            prompt = await run_off_loop(
+                length, chat_prompt, engine.tokenizer, chat, tool_call_parser
+            )
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 str(error), "input" if error.param == "messages" else error.param

@@ -38,14 +38,14 @@ class DetokenizeRequest(BaseModel):
     tokens: list[int]
 
 
-def add_tokenization(app: FastAPI, engine: AsyncEngine) -> None:
+def add_tokenization(app: FastAPI, engine: AsyncEngine, tool_call_parser: str) -> None:
     """Adds the routes."""
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(engine.config, body.model)
         length = text_length([body.prompt, body.messages])
-        token_ids = await run_off_loop(length, _encode, engine.tokenizer, body)
+        token_ids = await run_off_loop(length, _encode, engine.tokenizer, body, tool_call_parser)
         answer = {
             "count": len(token_ids),
             "max_model_len": engine.config.max_model_len,
@@ -90,13 +90,14 @@ def add_tokenization(app: FastAPI, engine: AsyncEngine) -> None:
         }
 
 
-def _encode(tokenizer: "Tokenizer", body: TokenizeRequest) -> list[int]:
+def _encode(tokenizer: "Tokenizer", body: TokenizeRequest, tool_call_parser: str) -> list[int]:
     special = body.add_special_tokens
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", "prompt")
     if body.prompt is not None:
         return tokenizer.encode(body.prompt, special is not False)
-    return tokenizer.encode(chat_prompt(tokenizer, _as_chat(body)), special is True)
+    prompt = chat_prompt(tokenizer, _as_chat(body), tool_call_parser)
+    return tokenizer.encode(prompt, special is True)
 
 
 def _as_chat(body: TokenizeRequest) -> ChatCompletionRequest:

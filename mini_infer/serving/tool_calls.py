@@ -173,6 +173,13 @@ class LlamaToolParser:
         return [text] if text else []
 
 
+TOOL_PARSERS: dict[str, Callable[[], ToolParser]] = {
+    "hermes": HermesToolParser,
+    "llama3_json": LlamaToolParser,
+}
+"""By vLLM's names."""
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 

@@ -105,7 +105,7 @@ def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Pa
         "--api-key a --api-key b --allowed-origin https://x.example --allowed-origin * "
         f"--max-body-size 2MiB --max-num-queued 7 --request-timeout 1.5 --access-log "
         f"--log-interval 0 --otlp-endpoint http://localhost:4318 "
-        f"--profile-folder {folder}"
+        f"--profile-folder {folder} --tool-call-parser hermes"
     )
     assert main(["serve", "--dry-run", "--port", "0", *options.split()]) == 0
     gc.unfreeze()
@@ -116,6 +116,7 @@ def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Pa
             max_body_size=2 * 2**20,
             max_num_queued=7,
             request_timeout=1.5,
+            tool_call_parser="hermes",
             profile_folder=folder,
             access_log=True,
             log_interval=0,

@@ -9,7 +9,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serving.live import CHAT, COMPLETIONS, MODEL, LiveServer
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.serving.options import ServerOptions
+from tests.serving.live import CHAT, COMPLETIONS, MODEL, LiveServer, live_server
 from tests.serving.scripted import HERMES, say, use_template
 from tests.serving.test_tools_and_reasoning import both
 
@@ -303,3 +305,27 @@ def test_calls_and_results_go_back_into_a_conversation(
     assert prompts[-1].count("<tool_call>{") == 2 + 1  # and in the instruction
     assert "<|im_start|>tool\nSunny.<|im_end|>" in prompts[-1]
     assert "<|im_start|>tool\nWet.<|im_end|>" in prompts[-1]
+
+
+def test_the_operator_says_how_the_model_writes_calls() -> None:
+    with pytest.raises(InvalidConfigError, match="--tool-call-parser must be auto, hermes or"):
+        ServerOptions(tool_call_parser="xml")
+    fields = {"messages": HELLO, "tools": [tool(Weather)], "tool_choice": "required"}
+    with live_server(ServerOptions(tool_call_parser="llama3_json"), max_model_len=4096) as server:
+        answer = both(server, **fields, max_tokens=300, return_token_ids=True)
+        assert answer["tool_calls"][0][0] == "Weather"
+        body = {"input": "Hello", "tools": [flat(Weather)], "tool_choice": "required"}
+        items = server.client.post("/v1/responses", json=body).json()["output"]
+        assert items[0]["name"] == "Weather"
+        assert server.client.post("/tokenize", json=fields).status_code == 200
+        plain = server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        assert plain.status_code == 200
+
+
+def test_a_form_of_calls_that_is_not_known(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_template(monkeypatch, server.tokenizer, "{{ tools }} <function=name>")
+    response = server.client.post(CHAT, json={"messages": HELLO, "tools": [STOP]})
+    assert response.status_code == 400
+    assert "--tool-call-parser" in response.json()["error"]["message"]
