@@ -170,42 +170,58 @@ def piece_kernel(
     align: tl.constexpr,
     least_keys: tl.constexpr,
     single: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Describes each piece ``[pieces, PIECE_FIELDS]`` and row (first piece, count) ``[R, 2]``.
 
     Grid: (the larger of both numbers). The last key of a lone query is not in the cache yet: where
     ``single``, it belongs to no piece.
+
+    What is read was written before the first kernel of the step that starts early. What is written
+    to may be memory that the kernel before this one still reads, so only that waits.
     """
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    if program < num_rows:
-        first_piece, row_count = find_row(
-            seqlens_k, cu_seqlens_q, num_rows, query_limit, program, aim, window, least_keys, single
-        )
-        tl.store(rows + program * ROW_FIELDS, first_piece)
-        tl.store(rows + program * ROW_FIELDS + 1, row_count)
+    is_row = program < num_rows
+    first_piece, row_count = find_row(
+        seqlens_k,
+        cu_seqlens_q,
+        num_rows,
+        query_limit,
+        tl.minimum(program, num_rows - 1),
+        aim,
+        window,
+        least_keys,
+        single,
+    )
     row, index, count = find_piece(
         seqlens_k, cu_seqlens_q, num_rows, query_limit, program, aim, window, least_keys, single
     )
+    # Where there are fewer pieces, the rest is as if it were of row 0, but for the count.
+    context = tl.load(seqlens_k + row).to(tl.int32)
+    begin, query_len = row, 1
+    if not single:
+        begin = tl.load(cu_seqlens_q + row).to(tl.int32)
+        query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
+    lowest = context - seen_keys(context, query_len, window)
+    cached = context - 1 if single else context
+    start, end = piece_bounds(lowest, cached, index, count, align)
+    lookup = tl.arange(0, MOST_LOOKUPS)
+    key = start + lookup * align
+    table = block_table + row.to(tl.int64) * table_stride
+    block = tl.load(table + key // block_size, mask=(key < end) & (count > 0), other=0)
+    if early:
+        tl.extra.cuda.gdc_wait()
+    tl.store(rows + program * ROW_FIELDS, first_piece, mask=is_row)
+    tl.store(rows + program * ROW_FIELDS + 1, row_count, mask=is_row)
     piece = pieces + program * PIECE_FIELDS
+    tl.store(piece, row)
+    tl.store(piece + 1, index)
     tl.store(piece + 2, count)
-    if count > 0:
-        context = tl.load(seqlens_k + row).to(tl.int32)
-        begin, query_len = row, 1
-        if not single:
-            begin = tl.load(cu_seqlens_q + row).to(tl.int32)
-            query_len = tl.load(cu_seqlens_q + row + 1).to(tl.int32) - begin
-        lowest = context - seen_keys(context, query_len, window)
-        cached = context - 1 if single else context
-        start, end = piece_bounds(lowest, cached, index, count, align)
-        tl.store(piece, row)
-        tl.store(piece + 1, index)
-        tl.store(piece + 3, start)
-        tl.store(piece + 4, end)
-        tl.store(piece + 5, context)
-        tl.store(piece + 6, query_len)
-        tl.store(piece + 7, begin)
-        lookup = tl.arange(0, MOST_LOOKUPS)
-        key = start + lookup * align
-        table = block_table + row.to(tl.int64) * table_stride
-        block = tl.load(table + key // block_size, mask=key < end, other=0)
-        tl.store(piece + 8 + lookup, block)
+    tl.store(piece + 3, start)
+    tl.store(piece + 4, end)
+    tl.store(piece + 5, context)
+    tl.store(piece + 6, query_len)
+    tl.store(piece + 7, begin)
+    tl.store(piece + 8 + lookup, block)

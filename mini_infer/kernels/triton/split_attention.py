@@ -342,6 +342,7 @@ def cut_contexts(
     align = key_alignment(block_size, plan.tiles.keys)
     pieces = torch.empty(programs, PIECE_FIELDS.value, dtype=torch.int32, device=device)
     rows = torch.empty(num_rows, ROW_FIELDS.value, dtype=torch.int32, device=device)
+    early = starts_early(device)
     piece_kernel[programs,](
         pieces,
         rows,
@@ -357,6 +358,8 @@ def cut_contexts(
         align=align,
         least_keys=max(LEAST_KEYS, align),  # so that no piece is left without keys
         single=single,
+        early=early,
+        launch_pdl=early,
     )
     meta.pieces[key] = pieces, rows
     return True, pieces, rows
