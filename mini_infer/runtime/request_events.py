@@ -1,8 +1,8 @@
-"""Events as the scheduler tells them: a request's ends, and the state after a step."""
+"""Events as the scheduler tells them: a request's stages, and the state after a step."""
 
 from mini_infer.cache.manager import KVCacheManager
 from mini_infer.core.batch import ScheduledBatch
-from mini_infer.core.events import Finished, Queued, StepCompleted
+from mini_infer.core.events import Admitted, Finished, Queued, StepCompleted
 from mini_infer.core.request import Request, RequestState
 from mini_infer.runtime.request_queues import RequestQueues
 
@@ -11,6 +11,19 @@ def queued_event(request: Request, now: float) -> Queued:
     """Of a request that the scheduler took, with what its caller asked for."""
     return Queued(
         now, request.request_id, request.num_prompt_tokens, request.max_tokens, request.params.n
+    )
+
+
+def admitted_event(request: Request, looks_up: bool, now: float) -> Admitted:
+    """Of a request whose ``num_cached_tokens`` are known, and whether its prompt was looked up."""
+    assert request.num_cached_tokens is not None
+    num_prompt_tokens = request.num_prompt_tokens
+    return Admitted(
+        now,
+        request.request_id,
+        num_prompt_tokens,
+        request.num_cached_tokens,
+        num_prompt_tokens if looks_up else 0,
     )
 
 

@@ -13,7 +13,6 @@ from mini_infer.core.batch import Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import PolicyError, PromptTooLongError
 from mini_infer.core.events import (
-    Admitted,
     ChunkScheduled,
     EventStream,
     Preempted,
@@ -23,8 +22,8 @@ from mini_infer.core.events import (
 )
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request, RequestState
+from mini_infer.runtime import request_events as tell
 from mini_infer.runtime.policy import SchedulingPolicy, load_policy
-from mini_infer.runtime.request_events import finished_event, queued_event, step_event
 from mini_infer.runtime.request_queues import RequestQueues
 from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
@@ -85,7 +84,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._queues.add(request)
-        self.events.emit(queued_event(request, self.events.now()))
+        self.events.emit(tell.queued_event(request, self.events.now()))
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any moment; an unknown or finished id is no error."""
@@ -121,7 +120,11 @@ class Scheduler:
         plan = StepPlan(budget=self.config.max_num_batched_tokens)
         self._displace(plan)
         self._schedule_decoding(plan)
-        for request in self._queues.running(RequestState.PREFILLING):
+        prefilling = self._queues.running(RequestState.PREFILLING)
+        if prefilling and self.config.enable_chunked_prefill:
+            with plan.half_of_budget():
+                self._schedule_short(plan, prefilling)
+        for request in prefilling:
             self._schedule_running(plan, request, RequestState.PREFILLING)
         self._admit_from_outside(plan)
         return self._planned(plan)
@@ -173,7 +176,7 @@ class Scheduler:
                 if update.finish_reason is not None:
                     self._finish(request, update.finish_reason, update.stop_reason)
         if self.events.wants(StepCompleted):
-            self.events.emit(step_event(batch, self._queues, self.cache, self.events.now()))
+            self.events.emit(tell.step_event(batch, self._queues, self.cache, self.events.now()))
         return updates
 
     def take_failures(self) -> list[RequestUpdate]:
@@ -230,6 +233,13 @@ class Scheduler:
             return
         if new_blocks is not None and plan.append(request, num_new_tokens, new_blocks):
             self._queues.move(request, RequestState.DECODING)
+
+    def _schedule_short(self, plan: StepPlan, prefilling: list[Request]) -> None:
+        """Prompts that this can complete, then newcomers: short ones do not wait for long ones."""
+        for request in prefilling:
+            if request.num_tokens - request.num_computed_tokens <= plan.budget:
+                self._schedule_running(plan, request, RequestState.PREFILLING)
+        self._admit_from_outside(plan)
 
     def _chunk_size(self, plan: StepPlan, request: Request) -> int:
         """Tokens of ``request`` that this step may compute; 0 when it has to wait."""
@@ -353,16 +363,12 @@ class Scheduler:
         assert new_blocks is not None, "_blocks_lacking found enough"
         request.slot = self._free_slots.pop()
         self._queues.move(request, RequestState.PREFILLING)
-        now, request_id = self.events.now(), request.request_id
+        now = self.events.now()
         if request.num_cached_tokens is None:
             request.num_cached_tokens = prefix.num_tokens
-            num_prompt_tokens = request.num_prompt_tokens
-            num_queried_tokens = num_prompt_tokens if self.cache.looks_up(request) else 0
-            self.events.emit(
-                Admitted(now, request_id, num_prompt_tokens, prefix.num_tokens, num_queried_tokens)
-            )
+            self.events.emit(tell.admitted_event(request, self.cache.looks_up(request), now))
         else:
-            self.events.emit(Resumed(now, request_id, prefix.num_tokens))
+            self.events.emit(Resumed(now, request.request_id, prefix.num_tokens))
         plan.admit(request, prefix)
         if plan.append(request, num_new_tokens, new_blocks):
             self._queues.move(request, RequestState.DECODING)
@@ -383,7 +389,7 @@ class Scheduler:
         self._queues.move(request, RequestState.FINISHED)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        self.events.emit(finished_event(request, self.events.now()))
+        self.events.emit(tell.finished_event(request, self.events.now()))
 
     def _fail(self, request: Request, error: PolicyError) -> None:
         self._finish(request, "error", str(error))

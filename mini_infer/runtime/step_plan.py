@@ -1,5 +1,7 @@
 """A step while the scheduler puts it together."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mini_infer.cache.manager import PrefixMatch
@@ -57,6 +59,14 @@ class StepPlan:
         request.num_in_flight_steps += 1
         request.num_in_flight_tokens += samples
         return samples
+
+    @contextmanager
+    def half_of_budget(self) -> Iterator[None]:
+        """Within, only half of what is left of the budget can be spent."""
+        kept = self.budget - self.budget // 2
+        self.budget -= kept
+        yield
+        self.budget += kept
 
     def to_batch(self, step_id: int) -> ScheduledBatch:
         return ScheduledBatch(step_id, tuple(self.chunks), tuple(self.admissions))
