@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
+from mini_infer.cli.load.command import serve as bench_serve
 from mini_infer.cli.main import cli
 from mini_infer.cli.serve import serve
 from mini_infer.core.engine_config import DEFAULT_MODEL, engine_options
@@ -131,7 +132,7 @@ def test_options_in_prose_exist(path: Path) -> None:
     context = click.Context(cli)
     for command in (cli.get_command(context, name) for name in cli.list_commands(context)):
         assert command is not None
-        for parameter in command.params:
+        for parameter in [*command.params, *bench_serve.params]:
             known |= {*parameter.opts, *parameter.secondary_opts}
     prose = FENCE.sub("", path.read_text(encoding="utf-8"))
     mentioned = set(re.findall(r"`(--[a-z][a-z-]+)", prose))
@@ -161,6 +162,10 @@ def test_commands_of_a_shell_block_exist(block: Block) -> None:
         else:
             command = cli.get_command(click.Context(cli), arguments[0])
             assert command is not None, f"{block}: no command {arguments[0]}"
+            if isinstance(command, click.Group) and len(arguments) > 1:
+                group, (_, *arguments) = command, arguments
+                command = group.get_command(click.Context(group), arguments[0])
+                assert command is not None, f"{block}: no command {arguments[0]}"
             command.make_context(name, arguments[1:])
 
 
