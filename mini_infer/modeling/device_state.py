@@ -21,7 +21,7 @@ from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.sampling_state import SamplingState
 from mini_infer.modeling.step_layout import Integers, StepLayout
-from mini_infer.modeling.upload import to_device
+from mini_infer.modeling.upload import copy_to_device, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,29 @@ class StepInputs:
     meta: AttentionMetadata
 
 
+FEW_WRITES = 4
+"""So many are copied one by one: cheaper than to tell each value its place."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """Values to write into rows of a table, collected over a step: one upload, one kernel."""
+    """Values to write into rows of a table, collected over a step; many are one upload and one
+    kernel."""
 
     row_length: int
     starts: list[int] = field(default_factory=list)
     values: list[Sequence[int]] = field(default_factory=list)
 
     def add(self, row: int, column: int, values: Sequence[int]) -> None:
-        self.starts.append(row * self.row_length + column)
-        self.values.append(values)
+        if values:
+            self.starts.append(row * self.row_length + column)
+            self.values.append(values)
 
     def apply_to(self, table: Tensor) -> None:
-        if not self.values:
+        if len(self.values) <= FEW_WRITES:
+            for start, values in zip(self.starts, self.values, strict=True):
+                row = table.view(-1)[start : start + len(values)]
+                copy_to_device(np.array(values, dtype=np.int32), row)
             return
         counts = [len(values) for values in self.values]
         packed = np.empty((2, sum(counts)), dtype=np.int64)
