@@ -80,6 +80,12 @@ class UnavailableError(MiniInferError):
     """Seconds after which it is worth another try."""
 
 
+class SlowReaderError(MiniInferError):
+    """A client did not read its stream while too much of it piled up; the request was aborted."""
+
+    status = 408
+
+
 class RequestTimeoutError(MiniInferError):
     """A request took longer than the server allows, and was aborted."""
 

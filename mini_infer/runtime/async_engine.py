@@ -21,12 +21,13 @@ from mini_infer.core.errors import (
     EngineDeadError,
     InvalidRequestError,
     RequestTimeoutError,
+    SlowReaderError,
     UnavailableError,
 )
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.choices_in_flight import ChoicesInFlight
-from mini_infer.runtime.delta_consumer import Consumer
+from mini_infer.runtime.delta_consumer import MAX_BACKLOG, Consumer
 from mini_infer.runtime.engine_client import EngineClient, ServerEvents
 from mini_infer.runtime.engine_messages import Add, Finish, News, ToEngine
 from mini_infer.runtime.engine_process import EngineHost
@@ -97,17 +98,13 @@ class AsyncEngine:
         self._client: EngineClient | None = None
         self._restarts = Restarts(starter, self._on_restarted, self._on_given_up)
         self.given_up = asyncio.Event()
-        """Set when the engine died and could not be started again."""
+        self.why_given_up: str | None = None
+        """Set when the engine died and could not be started again, and why."""
 
     @property
     def healthy(self) -> bool:
         """False while the engine does not run: it died, or was shut down."""
         return self._death is None
-
-    @property
-    def death(self) -> str | None:
-        """Why it is not ``healthy``."""
-        return self._death
 
     async def generate(
         self,
@@ -332,6 +329,11 @@ class AsyncEngine:
                 if delta.output:
                     self._forget(delta.request_id, consumer)
                 consumer.push(delta)
+                if consumer.backlog > MAX_BACKLOG:
+                    self._abandon(consumer)
+                    consumer.fail(
+                        SlowReaderError("the stream was read too slowly: read as it comes")
+                    )
 
     def _refuse(self, request_id: str, error: Exception) -> None:
         self._choices.refuse(self._output_processor.unfinished_choices(request_id))
@@ -377,7 +379,7 @@ class AsyncEngine:
         self._death = None
 
     def _on_given_up(self, why: str) -> None:
-        self._death = why
+        self._death = self.why_given_up = why
         self.given_up.set()
 
     def _fail_all(self, death: str) -> None:

@@ -5,21 +5,28 @@ from collections.abc import Sequence
 
 from mini_infer.core.outputs import RequestDelta
 
+MAX_BACKLOG = 2**14
+"""Deltas, and log-probabilities within, that a stream's reader may be behind: 4 to 8 MB."""
+
 
 class Consumer:
     """Where the deltas of one stream wait. Used by the event loop's thread only.
 
-    Unbounded, because the engine must not wait; but a request makes at most its ``max_tokens``
-    deltas per choice, so a consumer that stalls holds no more than its own answer.
+    The engine does not wait for who reads slowly, or everybody would. Instead such a reader has
+    ``MAX_BACKLOG``, and whoever fills it must be given up.
     """
 
     def __init__(self, request_ids: Sequence[str]) -> None:
         self.unfinished = dict.fromkeys(request_ids)
         self.error: Exception | None = None
+        self.backlog = 0
+        """Tokens and log-probabilities that wait."""
         self._ready: list[RequestDelta] = []
         self._wakeup = asyncio.Event()
 
     def push(self, delta: RequestDelta) -> None:
+        if delta.output is None:  # an answer's end adds nothing that would have to be bounded
+            self.backlog += 1 + sum(map(len, delta.logprobs))
         self._ready.append(delta)
         self._wakeup.set()
 
@@ -40,5 +47,5 @@ class Consumer:
                 return []
             self._wakeup.clear()
             await self._wakeup.wait()
-        ready, self._ready = self._ready, []
+        ready, self._ready, self.backlog = self._ready, [], 0
         return ready

@@ -39,13 +39,11 @@ class Restarts:
         starter: Starter | None,
         on_restarted: Callable[[EngineHost], None],
         on_given_up: Callable[[str], None],
-        first_delay: float = FIRST_DELAY,
     ) -> None:
         """Without a ``starter`` the first death is the last."""
         self._starter = starter
         self._on_restarted = on_restarted
         self._on_given_up = on_given_up
-        self.first_delay = first_delay
         self._num_restarts = 0
         self._serving_since = time.monotonic()
         self._task: asyncio.Task[None] | None = None
@@ -71,7 +69,7 @@ class Restarts:
     async def _restart(self, how: str, dead: EngineHost) -> None:
         await asyncio.to_thread(dead.close)
         while self._starter is not None and self._num_restarts < MAX_RESTARTS:
-            await asyncio.sleep(self.first_delay * 2**self._num_restarts)
+            await asyncio.sleep(FIRST_DELAY * 2**self._num_restarts)
             self._num_restarts += 1
             try:
                 host = await asyncio.to_thread(self._starter.start)

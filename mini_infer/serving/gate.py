@@ -7,6 +7,7 @@ stream's events go past all of it, as each layer would be a call more per token.
 import asyncio
 import hmac
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Iterable
@@ -23,6 +24,8 @@ access_logger = logging.getLogger("mini_infer.access")
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/ping", "/version"})
 """What answers without a key: probes, scrapers, and the page that asks for one."""
+BODY_PAUSE = 30.0
+"""Seconds after which who sends nothing more of a body is not waited for."""
 MAX_ID_LENGTH = 128
 CLIENT_CLOSED_REQUEST = 499
 
@@ -145,7 +148,8 @@ class KeyCheck:
 
 class BodyLimit:
     """Refuses a body above ``limit`` bytes: by its declared length, before any of it is read, or
-    while it comes in chunks; and one that takes longer than ``timeout`` seconds to come."""
+    while it comes in chunks; and one that takes longer than ``timeout`` seconds, or of which
+    nothing comes for ``BODY_PAUSE`` seconds."""
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float | None = None) -> None:
         self._app = app
@@ -161,8 +165,7 @@ class BodyLimit:
                 refusal = JSONResponse(error_object(self._message, 413), 413)
                 await refusal(scope, receive, send)
                 return
-            if chunked or self._timeout is not None:
-                receive = self._limited(receive)
+            receive = self._limited(receive)
         await self._app(scope, receive, send)
 
     @property
@@ -172,21 +175,22 @@ class BodyLimit:
     def _limited(self, receive: Receive) -> Receive:
         num_bytes = 0
         complete = False
-        deadline = None
-        if self._timeout is not None:
-            deadline = asyncio.get_running_loop().time() + self._timeout
+        now = asyncio.get_running_loop().time
+        deadline = math.inf if self._timeout is None else now() + self._timeout
 
         async def receive_and_count() -> Message:
             nonlocal num_bytes, complete
             if complete:  # what still comes is the client's end, at any time
                 return await receive()
+            start = now()
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, start + BODY_PAUSE)):
                     message = await receive()
             except TimeoutError:
+                late = self._timeout if now() >= deadline else BODY_PAUSE
                 raise HTTPException(
                     408,
-                    f"the rest of the body did not come within {self._timeout:g} seconds",
+                    f"the rest of the body did not come within {late:g} seconds",
                     {"connection": "close"},
                 ) from None
             complete = not message.get("more_body", False)

@@ -21,6 +21,7 @@ except ImportError as error:
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine_process import EngineStarter
 from mini_infer.runtime.resolve import resolve_tokenizer
+from mini_infer.serving.connections import HalfOpen, half_open_limit, raise_descriptor_limit
 from mini_infer.serving.listener import bind, url_of
 from mini_infer.serving.metrics import EngineMetrics
 from mini_infer.serving.options import ServerOptions
@@ -65,8 +66,10 @@ def run_server(
     metrics = EngineMetrics(engine.config)
     try:
         with bind(host, port) as listener, StatusLine(metrics, options.log_interval):
+            half_open = HalfOpen(half_open_limit(raise_descriptor_limit()))
             config = uvicorn.Config(
                 create_app(engine, options, metrics),
+                http=half_open.protocol(),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -79,10 +82,9 @@ def run_server(
             announcement = f"{served} is served at {url}\nchat page at /, API at /v1, Ctrl-C stops"
             _Server(config, engine, announcement).run([listener])
     finally:
-        death = engine.death if engine.given_up.is_set() else None
         engine.shutdown()
-    if death:
-        raise EngineDeadError(death)
+    if engine.why_given_up:
+        raise EngineDeadError(engine.why_given_up)
 
 
 def _log_to_stderr(logger: logging.Logger) -> None:

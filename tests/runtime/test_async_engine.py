@@ -9,7 +9,12 @@ from contextlib import aclosing
 
 import pytest
 
-from mini_infer.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from mini_infer.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    SlowReaderError,
+)
 from mini_infer.core.outputs import RequestDelta, RequestUpdate
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
@@ -248,6 +253,21 @@ async def test_a_slow_consumer_does_not_hold_the_engine_up(
         async for more in stream:
             deltas += more
     assert [len(deltas), deltas[-1].finish_reason] == [50, "length"]
+
+
+async def test_who_does_not_read_is_given_up_before_its_answer_fills_the_memory(
+    engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mini_infer.runtime.async_engine.MAX_BACKLOG", 40)
+    params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True, logprobs=4)
+    async with aclosing(async_engine.stream({"slow": "Hello"}, params)) as stream:
+        await anext(stream)
+        await until(lambda: not engine.has_unfinished())
+        assert blocks_in_use(engine) == 0
+        assert len(await anext(stream)) < 20, "what there was is still read"
+        with pytest.raises(SlowReaderError, match="read too slowly"):
+            await anext(stream)
+    assert await text_of(async_engine, "Hello", "slow")
 
 
 async def test_a_batch_is_served_whole_or_not_at_all(

@@ -242,9 +242,14 @@ def test_a_body_without_an_end_is_cut(gated: LiveServer) -> None:
     assert answer.startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+@pytest.mark.parametrize("limit", ["request_timeout", "pause"])
+def test_a_body_that_does_not_come_is_not_waited_for(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with live_server(ServerOptions(request_timeout=0.01)) as server:
+    if limit == "pause":
+        monkeypatch.setattr("mini_infer.serving.gate.BODY_PAUSE", 0.01)
+    with live_server(ServerOptions(request_timeout=60 if limit == "pause" else 0.01)) as server:
         for framing in ("Content-Length: 500\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n"):
             with socket.create_connection(address(server)) as connection:
                 connection.sendall(f"{head}{framing}".encode())

@@ -1,0 +1,103 @@
+"""Connections that have not sent a whole request head: how long, and how many of them.
+
+uvicorn waits for the head of a connection's first request without end, and for the rest of one of
+which a byte came. Such connections cost no more than a file descriptor each, but a process has only
+so many, and at the last one nobody is served any more.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
+else:
+    Protocol = AutoHTTPProtocol
+
+HEAD_TIMEOUT = 30.0
+"""Seconds that a client has for a request's head, from its connection or from its first byte."""
+MAX_DESCRIPTORS = 2**16
+SPARE_DESCRIPTORS = 64
+"""Of files, the engine's link and libraries."""
+
+
+class HalfOpen:
+    """The connections that wait for a head, longest waiting first. Above ``limit`` the first of
+    them is cut for each that comes, so that whoever sends a request gets in."""
+
+    def __init__(self, limit: int, timeout: float = HEAD_TIMEOUT) -> None:
+        self.limit = limit
+        self.timeout = timeout
+        self._waiting: dict[GuardedProtocol, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def enter(self, connection: "GuardedProtocol") -> None:
+        if connection in self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        self._waiting[connection] = loop.call_later(self.timeout, self._cut, connection)
+        if len(self._waiting) > self.limit:
+            self._cut(next(iter(self._waiting)))
+
+    def leave(self, connection: "GuardedProtocol") -> None:
+        timer = self._waiting.pop(connection, None)
+        if timer:
+            timer.cancel()
+
+    def _cut(self, connection: "GuardedProtocol") -> None:
+        self.leave(connection)
+        connection.transport.abort()
+
+    def protocol(self) -> type[Protocol]:
+        """The class of connections that this guards, for ``uvicorn.Config``."""
+        return type("GuardedConnection", (GuardedProtocol,), {"half_open": self})
+
+
+class GuardedProtocol(Protocol):
+    """uvicorn's protocol, which tells ``half_open`` whether a head is awaited. Between two requests
+    of a connection that is uvicorn's own affair, until a byte comes."""
+
+    half_open: HalfOpen
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.half_open.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.half_open.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        cycle: Any = self.cycle
+        if self.transport.is_closing():
+            return
+        if cycle is None or cycle.response_complete:
+            self.half_open.enter(self)
+        else:
+            self.half_open.leave(self)
+
+
+def raise_descriptor_limit() -> int:
+    """Lets this process open as many files and connections as it may; returns how many."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return MAX_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ValueError, OSError):  # macOS may refuse what it says it allows
+            return soft
+        return wanted
+    return min(soft, MAX_DESCRIPTORS) if soft > 0 else MAX_DESCRIPTORS
+
+
+def half_open_limit(num_descriptors: int) -> int:
+    """Half of what connections may have: the other half is for those that are served."""
+    return max((num_descriptors - SPARE_DESCRIPTORS) // 2, 1)

@@ -1,0 +1,101 @@
+"""Connections without a whole head are cut: after a while, or when there are too many."""
+
+import contextlib
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from mini_infer.serving.connections import HalfOpen, half_open_limit, raise_descriptor_limit
+from mini_infer.serving.listener import bind
+from tests.serving.live import wait_for
+
+Address = tuple[str, int]
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse((await request.body()).decode() or "hello")
+
+
+@contextlib.contextmanager
+def listening(half_open: HalfOpen) -> Iterator[Address]:
+    app = Starlette(routes=[Route("/", hello, methods=["GET", "POST"])])
+    config = uvicorn.Config(app, http=half_open.protocol(), log_level="critical", lifespan="off")
+    server, listener = uvicorn.Server(config), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    yield listener.getsockname()
+    server.should_exit = True
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(half_open) == 0
+
+
+def is_cut(connection: socket.socket) -> bool:
+    connection.settimeout(5)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
+    with (
+        listening(HalfOpen(100, timeout=0.02)) as address,
+        socket.create_connection(address) as connection,
+    ):
+        connection.sendall(sent)
+        assert is_cut(connection)
+
+
+def test_a_request_takes_as_long_as_it_takes() -> None:
+    half_open = HalfOpen(100, timeout=0.2)
+    with (
+        listening(half_open) as address,
+        socket.create_connection(address) as connection,
+    ):
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+        wait_for(lambda: len(half_open) == 0)
+        connection.sendall(b"hi")
+        connection.settimeout(5)
+        answer = connection.recv(4096)
+        assert answer.endswith(b"hi")
+        # The second request of a connection has no more time for its head.
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        assert is_cut(connection)
+
+
+def test_the_longest_waiting_gives_its_place_to_whoever_comes() -> None:
+    half_open = HalfOpen(3, timeout=60)
+    with listening(half_open) as address, contextlib.ExitStack() as stack:
+        waiting = []
+        for index in range(6):
+            waiting.append(stack.enter_context(socket.create_connection(address)))
+            waiting[-1].sendall(b"GET / HTTP/1.1\r\n")
+            wait_for(lambda seen=index + 1: len(half_open) == min(seen, 3))  # type: ignore[misc]
+            assert httpx.get(f"http://127.0.0.1:{address[1]}/").text == "hello"
+        assert all(is_cut(connection) for connection in waiting[:3])
+        waiting[-1].sendall(b"Host: x\r\n\r\n")
+        waiting[-1].settimeout(5)
+        assert waiting[-1].recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_the_limit_is_half_of_what_the_process_may_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        allowed = raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(allowed, soft)
+        assert allowed >= min(soft, 2**16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert half_open_limit(1024) == 480
+    assert half_open_limit(10) == 1
