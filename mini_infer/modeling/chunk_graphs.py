@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 LADDER = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
 MAX_TOKENS = 8192
+LONE_ROWS = 2
+"""A chunk alone, whose first token somebody waits for, and the surplus."""
 FEW_ROWS = 8
-"""Most steps with a short chunk have few rows. All others have a graph for as many as there can
+"""Most other steps with a short chunk have few rows. The rest have a graph for as many as there can
 be."""
 SHORT_STEP = 512
-"""Tokens up to which it pays to have graphs for few rows, too."""
+"""Tokens up to which it pays to have graphs for fewer rows, too."""
 
 Shape = tuple[int, int]
 """Rows and tokens of a graph, padding included."""
@@ -59,7 +61,8 @@ class ChunkGraphs:
         """``hidden [max_num_seqs + 1, hidden]`` is where graphs leave each row's last token."""
         self._config, self._model, self._caches, self._state = config, model, caches, state
         self._pool = pool
-        rows = sorted({min(FEW_ROWS, config.max_num_seqs + 1), config.max_num_seqs + 1})
+        most = config.max_num_seqs + 1
+        rows = sorted({min(rows, most) for rows in (LONE_ROWS, FEW_ROWS, most)})
         longest = min(config.max_step_tokens, MAX_TOKENS)
         # Not of one token: attention would take it for a decode, where no row is empty.
         self.shapes: list[Shape] = [
@@ -168,7 +171,9 @@ class ChunkGraphs:
             config.max_blocks_per_request,
         )
         # Lengths that make both kinds of attention take part: single tokens, and anything longer.
+        # Beside a lone chunk there is the surplus only: the kernels for long rows take both.
         longest = min(num_tokens, config.max_model_len)
+        shortest = 0 if num_rows <= LONE_ROWS else 1
         meta = AttentionMetadata(
             cu_seqlens_q=cu_seqlens_q,
             seqlens_k=seqlens_k,
@@ -176,7 +181,7 @@ class ChunkGraphs:
             slot_mapping=slot_mapping,
             max_query_len=longest,
             max_seqlen_k=config.max_model_len,
-            query_lens=(1,) * (num_rows - 1) + (longest,),
+            query_lens=(shortest,) * (num_rows - 1) + (longest,),
             context_lens=(config.max_model_len,) * num_rows,
             backend=config.attention_backend,
         )

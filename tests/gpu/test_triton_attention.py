@@ -107,16 +107,30 @@ def test_a_graph_of_the_longest_context_serves_shorter_ones() -> None:
         assert (out.double() - expected).norm() / expected.norm() < TOLERANCE[q.dtype]
 
 
+LONE_CHUNKS = [([64], [2112]), ([64], [64]), ([60, 4], [2060, 4]), ([9, 55], [900, 55])]
+CHUNKS = [
+    *LONE_CHUNKS[:2],
+    ([1, 40, 2, 1, 20], [3000, 2088, 700, 1, 5000]),
+    ([13, 13, 13, 13, 12], [130, 1037, 525, 2061, 12]),
+    ([1] * 7 + [57], [900] * 7 + [8192]),
+]
+
+
 @pytest.mark.parametrize("heads", [(28, 4, 128), (16, 8, 128)], ids=str)
 @pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize(
+    ("nominal", "steps"), [((0, 64), LONE_CHUNKS), ((1,) * 7 + (64,), CHUNKS)], ids=["lone", "few"]
+)
 def test_a_graph_of_chunks_serves_other_lengths(
-    heads: tuple[int, int, int], window: int | None
+    nominal: tuple[int, ...],
+    steps: list[tuple[list[int], list[int]]],
+    heads: tuple[int, int, int],
+    window: int | None,
 ) -> None:
     """Captured as ``ChunkGraphs`` does, for one chunk of the longest context; replayed with rows of
     other numbers of queries, and of none, behind other contexts."""
     num_heads, num_kv_heads, head_dim = heads
-    num_rows, num_tokens, longest = 8, 64, 8192
-    nominal = (1,) * (num_rows - 1) + (num_tokens,)
+    num_rows, num_tokens, longest = len(nominal), 64, 8192
     captured = AttentionMetadata(
         cu_seqlens_q=torch.zeros(num_rows + 1, dtype=torch.int64, device=DEVICE),
         seqlens_k=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
@@ -139,13 +153,7 @@ def test_a_graph_of_chunks_serves_other_lengths(
         after = out * 2.0  # what comes next finds the joined results
     generator = torch.Generator()
     generator.seed()
-    for query_lens, contexts in (
-        ([64], [2112]),
-        ([64], [64]),
-        ([1, 40, 2, 1, 20], [3000, 2088, 700, 1, 5000]),
-        ([13, 13, 13, 13, 12], [130, 1037, 525, 2061, 12]),
-        ([1] * 7 + [57], [900] * 7 + [8192]),
-    ):
+    for query_lens, contexts in steps:
         step = on_gpu(metadata(query_lens, contexts, BLOCK, generator))
         rows = len(query_lens)
         captured.cu_seqlens_q.fill_(num_tokens)  # the rows left over have no queries
