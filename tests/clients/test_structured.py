@@ -92,7 +92,10 @@ def test_langchains_structured_output(served: Served) -> None:
     answer = model.with_structured_output(City, method="json_schema").invoke(QUESTION)
     assert isinstance(answer, City)
     if not served.is_real:
-        chosen = model.bind_tools([describe], tool_choice="any", strict=True).invoke(QUESTION)
+        tools = model.bind_tools(
+            [describe], tool_choice="any", strict=True, parallel_tool_calls=False
+        )
+        chosen = tools.invoke(QUESTION)
         (call,) = chosen.tool_calls
         assert call["name"] == "describe"
         assert set(call["args"]) == {"name", "is_capital"}
