@@ -16,10 +16,10 @@ PIP := $(BIN)/python -m pip
 SOURCES := mini_infer tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat dry-run test lint format bench coverage lock clean
+.PHONY: help serve chat dry-run test test-clients lint format bench coverage lock clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 serve: $(VENV)/.serve  ## Install, fetch the model, serve it on PORT (8000)
 	$(BIN)/mini-infer pull $(MODEL)
@@ -35,6 +35,10 @@ dry-run: $(VENV)/.serve  ## Serve invented tokens: the real server, no weights
 test: $(VENV)/.dev  ## Run every test that needs no GPU
 	$(BIN)/mini-infer pull smollm2-135m
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-clients: $(VENV)/.dev  ## Run only the tests of real clients, and say how long each takes
+	$(BIN)/mini-infer pull smollm2-135m
+	$(BIN)/python -m pytest tests/clients --durations=0 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## Check format, style and types
 	$(BIN)/ruff format --check $(SOURCES)
