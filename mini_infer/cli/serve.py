@@ -159,12 +159,8 @@ def serve(
         # Loading a model may take minutes; that the port is taken is known at once.
         bind(host, port).close()
         from mini_infer.runtime.engine_process import EngineStarter
-
-        starter = EngineStarter(given(options))
-        starter.spawn()  # it comes up while this process imports its own half
-        try:
+    with EngineStarter(given(options)) as starter:
+        with collector_paused():
+            starter.spawn()  # it comes up while this process imports its own half
             from mini_infer.serving.server import run_server
-        except BaseException:
-            starter.cancel()
-            raise
-    run_server(starter, host, port, server_options)
+        run_server(starter, host, port, server_options)

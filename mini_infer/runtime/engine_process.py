@@ -154,13 +154,20 @@ class EngineProcess:
 class EngineStarter:
     """Starts engines' processes from the same options, one after the other.
 
-    The first one may be spawned ahead: an interpreter takes a while to come up.
+    The first one may be spawned ahead: an interpreter takes a while to come up. A context manager,
+    which ends what was spawned and not started.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
         self._process: EngineProcess | None = None
         self._cancelled = False
+
+    def __enter__(self) -> "EngineStarter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
 
     def spawn(self) -> None:
         """Starts a process for the next ``start``."""

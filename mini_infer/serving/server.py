@@ -50,19 +50,15 @@ def run_server(
         _log_to_stderr(access_logger)
     if options.log_interval:
         _log_to_stderr(status_logger)
-    try:
-        # First here: what has to be fetched is fetched once.
-        tokenizer = resolve_tokenizer(starter.options)
-        engine = AsyncEngine(
-            starter.start(),
-            tokenizer,
-            starter=starter,
-            max_num_queued=options.max_num_queued,
-            request_timeout=options.request_timeout,
-        )
-    except BaseException:
-        starter.cancel()
-        raise
+    # First here: what has to be fetched is fetched once.
+    tokenizer = resolve_tokenizer(starter.options)
+    engine = AsyncEngine(
+        starter.start(),
+        tokenizer,
+        starter=starter,
+        max_num_queued=options.max_num_queued,
+        request_timeout=options.request_timeout,
+    )
     metrics = EngineMetrics(engine.config)
     try:
         with bind(host, port) as listener, StatusLine(metrics, options.log_interval):
