@@ -5,7 +5,6 @@ output reaches them (github.com/guidance-ai/llguidance). Compiling is therefore 
 milliseconds, and a budget that counts operations bounds it and every mask.
 """
 
-import asyncio
 import json
 import re
 from collections import OrderedDict
@@ -94,6 +93,8 @@ class GrammarCompiler:
 
     async def compiled(self, params: StructuredOutputsParams) -> None:
         """``check``, for whoever has other work while it waits."""
+        import asyncio  # the engine's process, which starts with every server, needs none of it
+
         future = self.start(params)
         waiting = asyncio.wrap_future(future)
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
