@@ -19,6 +19,7 @@ BENCHMARKS = (
     "prefix_cache",
     "dtype_agreement",
     "host_overhead",
+    "structured_output",
     "vs_huggingface",
     "serving_load",
     "serving_overhead",

@@ -14,6 +14,8 @@ the vocabulary is taken at all, and a shard of the vocabulary can draw its own n
 **Ties.** Wherever tokens are ranked, equal logits rank by token id, lowest first.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -151,11 +153,21 @@ def mask_(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
     ``masks [M, ceil(V / 32)]`` int32 are the tokens allowed: ``t`` is bit ``t % 32`` of word
     ``t // 32``. The layout is xgrammar's and llguidance's.
     """
-    bits = torch.arange(8, device=logits.device, dtype=torch.uint8)
-    of_byte = torch.arange(256, device=logits.device, dtype=torch.uint8)[:, None] >> bits & 1
-    allowed = of_byte.bool()[masks.view(torch.uint8).int()]  # [M, bytes, 8]
-    forbidden = ~allowed.flatten(1)[:, : logits.shape[-1]]
+    forbidden = _forbidden_by_byte(logits.device)[masks.view(torch.uint8).int()]  # [M, bytes]
+    forbidden = forbidden.view(torch.bool)[:, : logits.shape[-1]]
+    if logits.is_cpu:
+        for row, tokens in zip(rows.tolist(), forbidden, strict=True):
+            logits[row].masked_fill_(tokens, NEG_INF)
+        return logits
     return logits.index_copy_(0, rows, logits[rows].masked_fill_(forbidden, NEG_INF))
+
+
+@functools.cache
+def _forbidden_by_byte(device: torch.device) -> Tensor:
+    """For each byte of a mask, its eight bits as eight bools that are one int64 ``[256]``."""
+    bits = torch.arange(8, dtype=torch.uint8, device=device)
+    byte = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
+    return ((byte >> bits & 1) == 0).view(torch.int64)[:, 0]
 
 
 def ban_(logits: Tensor, token_ids: Tensor, active: Tensor) -> Tensor:

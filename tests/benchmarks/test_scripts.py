@@ -11,6 +11,7 @@ import continuous_batching
 import dtype_agreement
 import prefix_cache
 import pytest
+import structured_output
 import suite
 import vs_huggingface
 from client import Job, serve
@@ -93,6 +94,18 @@ def test_prefix_cache(run: Run) -> None:
     hits = {row["prefix cache"]: row["hit tokens"] for row in result["rows"]}
     assert hits == {"off": 0, "on, first request": 0, "on, later requests": 64}
     assert result["rows"][0]["of off"] == 1.0
+
+
+def test_structured_output(run: Run) -> None:
+    result = run(structured_output, "--prompt-tokens", 4)
+    assert [(row["batch"], row["form"]) for row in result["rows"]] == [
+        (batch, form) for batch in (1, 2) for form in structured_output.FORMS
+    ]
+    for row in result["rows"]:
+        assert row["output tok/s"] > 0
+        assert (row["mask ms"] is None) == (row["form"] == "free")
+    (bar,) = result["bars"]
+    assert bar["value"] == result["rows"][5]["of free"]
 
 
 def test_dtype_agreement_of_float32_with_itself(run: Run) -> None:
