@@ -83,6 +83,8 @@ async def send(session: "aiohttp.ClientSession", url: str, body: Mapping[str, An
                 await _read(response, record)
     except (aiohttp.ClientError, OSError) as error:
         record.error = f"{type(error).__name__}: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        record.error = f"an event that is none of OpenAI's: {type(error).__name__}: {error}"
     record.latency = time.perf_counter() - record.start
     return record
 
