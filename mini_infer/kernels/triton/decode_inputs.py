@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mini_infer.kernels.triton.launch import starts_early
+
 TILE = 1024
 
 
@@ -26,8 +28,11 @@ def decode_inputs_kernel(
     num_columns,
     block_size: tl.constexpr,
     tile: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Grid: (R, cdiv(num_columns, tile)). Columns beyond the context are not copied."""
+    if early:  # the embedding, which waits at once
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     start = tl.load(starts + row)
@@ -69,6 +74,7 @@ def decode_inputs(
         num_columns,
         block_size=block_size,
         tile=TILE,
+        early=starts_early(slots.device),
         num_warps=4,
     )
     return token_ids, seqlens_k, slot_mapping, row_blocks

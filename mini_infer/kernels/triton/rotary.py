@@ -13,7 +13,9 @@ from torch import Tensor
 from mini_infer.kernels.metadata import Rope
 from mini_infer.kernels.triton.launch import power_of_two, starts_early
 
-HEADS_PER_PROGRAM = 8
+HEADS_PER_PROGRAM = 16
+MANY_TOKENS = 512
+"""From here on programs of two warps are faster than of four: each thread loads more at once."""
 
 
 @triton.jit
@@ -72,51 +74,63 @@ def rotary_and_write_kernel(
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
-    padded_dim: tl.constexpr,
+    padded_half: tl.constexpr,
     tile_heads: tl.constexpr,
     norms: tl.constexpr,
     early: tl.constexpr,
 ):
-    """Grid: (T, cdiv(H + 2 Hkv, tile_heads)). Heads are queries, then keys, then values."""
+    """Grid: (T, cdiv(H + 2 Hkv, tile_heads)). Heads are queries, then keys, then values.
+
+    A head's halves, which are rotated with each other, are two tiles, so each value is loaded once.
+    """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = head_dim // 2
     head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)[:, None]
-    dim = tl.arange(0, padded_dim)[None, :]
-    other = swapped_dims(dim, head_dim)
-    is_dim = dim < head_dim
+    dim = tl.arange(0, padded_half)[None, :]
+    is_dim = dim < half
     is_query = (head < num_heads) & is_dim
     is_key = (head >= num_heads) & (head < num_heads + num_kv_heads) & is_dim
     is_value = (head >= num_heads + num_kv_heads) & (head < num_heads + 2 * num_kv_heads) & is_dim
     # What no kernel of this step writes is read before the wait for them.
     position = tl.load(positions + token)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    cos, sin = load_angles(rope_table, position, dim, head_dim)
+    angles = rope_table + position.to(tl.int64) * head_dim + dim
+    cos = tl.load(angles, mask=is_dim, other=0.0)
+    sin = tl.load(angles + half, mask=is_dim, other=0.0)
     if norms:
         q_weight = tl.load(q_norm_ptr + dim, mask=is_dim, other=0.0)
         k_weight = tl.load(k_norm_ptr + dim, mask=is_dim, other=0.0)
-        weight = tl.where(head < num_heads, q_weight, k_weight)
-        q_weight = tl.load(q_norm_ptr + other, mask=is_dim, other=0.0)
-        k_weight = tl.load(k_norm_ptr + other, mask=is_dim, other=0.0)
-        swapped_weight = tl.where(head < num_heads, q_weight, k_weight)
+        weight1 = tl.where(head < num_heads, q_weight, k_weight)
+        q_weight = tl.load(q_norm_ptr + half + dim, mask=is_dim, other=0.0)
+        k_weight = tl.load(k_norm_ptr + half + dim, mask=is_dim, other=0.0)
+        weight2 = tl.where(head < num_heads, q_weight, k_weight)
     if early:
         tl.extra.cuda.gdc_wait()
-    source = qkv_ptr + token * token_stride + head * head_dim
+    source = qkv_ptr + token * token_stride + head * head_dim + dim
     inside = is_query | is_key | is_value
-    x = tl.load(source + dim, mask=inside, other=0.0)
-    swapped = tl.load(source + other, mask=inside, other=0.0)
-    turned, turned_swapped = x, swapped
+    x1 = tl.load(source, mask=inside, other=0.0)
+    x2 = tl.load(source + half, mask=inside, other=0.0)
+    turned1, turned2 = x1, x2
     if norms:
-        scale = inverse_rms(x, 1, eps, head_dim)[:, None]
-        turned = scale_head(x, scale, weight)
-        turned_swapped = scale_head(swapped, scale, swapped_weight)
-    turned = rotate(turned, turned_swapped, cos, sin)
-    tl.store(q_out_ptr + (token * num_heads + head) * head_dim + dim, turned, mask=is_query)
+        wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
+        squares = tl.sum(wide1 * wide1 + wide2 * wide2, 1)
+        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
+        turned1 = scale_head(x1, scale, weight1)
+        turned2 = scale_head(x2, scale, weight2)
+    first = rotate(turned1, turned2, cos, -sin)
+    second = rotate(turned2, turned1, cos, sin)
+    query = q_out_ptr + (token * num_heads + head) * head_dim + dim
+    tl.store(query, first, mask=is_query)
+    tl.store(query + half, second, mask=is_query)
     place = slot // block_size * cache_block_stride + slot % block_size * cache_token_stride + dim
-    key = place + (head - num_heads) * cache_head_stride
-    tl.store(k_cache + key, turned.to(k_cache.dtype.element_ty), mask=is_key)
-    value = place + (head - num_heads - num_kv_heads) * cache_head_stride
-    tl.store(v_cache + value, x.to(v_cache.dtype.element_ty), mask=is_value)
+    key = k_cache + place + (head - num_heads) * cache_head_stride
+    tl.store(key, first.to(k_cache.dtype.element_ty), mask=is_key)
+    tl.store(key + half, second.to(k_cache.dtype.element_ty), mask=is_key)
+    value = v_cache + place + (head - num_heads - num_kv_heads) * cache_head_stride
+    tl.store(value, x1.to(v_cache.dtype.element_ty), mask=is_value)
+    tl.store(value + half, x2.to(v_cache.dtype.element_ty), mask=is_value)
 
 
 def rotary_and_write_kv(
@@ -157,11 +171,11 @@ def rotary_and_write_kv(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=k_cache.shape[1],
-        padded_dim=power_of_two(head_dim),
+        padded_half=power_of_two(head_dim // 2),
         tile_heads=tile_heads,
         norms=qk_norm is not None,
         early=early,
-        num_warps=4,
+        num_warps=2 if num_tokens >= MANY_TOKENS else 4,
         launch_pdl=early,
     )
     return q
