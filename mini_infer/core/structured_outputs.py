@@ -15,6 +15,8 @@ MAX_GRAMMAR_CHARS = 2**17
 MAX_CHOICES = 2**14
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 PARAM = "structured_outputs"
+FORM_FAILED = "the output can't be held to its form: "
+"""How the reason begins why an output ended with an error that was its form's, not the model's."""
 
 Thoughts = Literal["none", "optional", "open"]
 """May the output begin with ``<think>...</think>``, to which no form applies? "open": the prompt
@@ -120,6 +122,12 @@ class StructuredOutputsParams:
                     f"must be a string that is not empty, got {_kind(choice)}", f"[{index}]"
                 )
         return tuple(choices)
+
+
+def form_failure(stop_reason: object) -> InvalidRequestError | None:
+    """The error of an output that ended for ``FORM_FAILED``; None for another one."""
+    text = str(stop_reason)
+    return InvalidRequestError(text, PARAM) if text.startswith(FORM_FAILED) else None
 
 
 def _kind(value: object) -> str:

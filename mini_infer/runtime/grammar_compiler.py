@@ -28,7 +28,7 @@ COMPILE_THREADS = 2
 CACHED_GRAMMARS = 128
 CACHED_CHARS = 2**22
 """Of the texts of cached grammars: what they take grows with it."""
-MAX_LEXER_STATES = 50_000
+MAX_LEXER_STATES = 10_000
 """Of one output: a state takes 1 to 2 kB."""
 MAX_TRIES = 200
 """Parts of a schema that are compiled alone to find the place of an error."""
@@ -236,14 +236,21 @@ def _grammar(tokenizer: Tokenizer, kind: str, text: str, thoughts: Thoughts = "n
         [part] = json.loads(LLMatcher.grammar_from_json_schema(text, overrides=overrides))[
             "grammars"
         ]
-    elif kind == "regex":
-        [part] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
+    elif kind == "grammar":
+        part = {"lark_grammar": grammar_from("grammar", text)}
     else:
-        part = {"lark_grammar": grammar_from("choice" if kind == "choice" else "grammar", text)}
+        # Thousands of choices are one lexeme so; as alternatives they would exceed a row's bound.
+        regex = "|".join(map(_literal_regex, json.loads(text))) if kind == "choice" else text
+        [part] = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
     if thoughts == "none":
         return json.dumps({"grammars": [part]})
     start = {"lark_grammar": _thoughts(tokenizer, thoughts)}
     return json.dumps({"grammars": [start, {**part, "name": "answer"}]})
+
+
+def _literal_regex(text: str) -> str:
+    """A regular expression, in the syntax of Rust's ``regex``, of one text."""
+    return re.sub(r"[^\w ]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 def _thoughts(tokenizer: Tokenizer, thoughts: Thoughts) -> str:

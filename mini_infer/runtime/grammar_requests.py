@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.errors import InvalidRequestError, MiniInferError
 from mini_infer.core.request import Request
+from mini_infer.core.structured_outputs import FORM_FAILED
 from mini_infer.runtime.grammar import Grammar, fill_masks
 from mini_infer.runtime.grammar_compiler import GrammarCompiler
 
@@ -84,7 +85,7 @@ class GrammarRequests:
             try:
                 self._hold(waiting.requests, waiting.future.result())
             except MiniInferError as raised:
-                error = str(raised)
+                error = FORM_FAILED + str(raised)
             taken.append((waiting.requests, error))
         return taken
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from mini_infer.core.errors import InvalidRequestError, StepError
 from mini_infer.core.outputs import RequestDelta, RequestOutput
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.core.structured_outputs import form_failure
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.input_processor import ProcessedRequest
 
@@ -235,4 +236,6 @@ def _one_for_each(
 
 def _raise_on_error(delta: RequestDelta) -> None:
     if delta.finish_reason == "error":
+        if (failure := form_failure(delta.stop_reason)) is not None:
+            raise failure
         raise StepError(f"a step failed with request {delta.request_id}: {delta.stop_reason}")

@@ -4,6 +4,7 @@ from mini_infer.core.batch import Chunk
 from mini_infer.core.events import EventStream, TokensEmitted
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request
+from mini_infer.core.structured_outputs import FORM_FAILED
 
 
 def apply_chunk_result(
@@ -39,7 +40,7 @@ def apply_chunk_result(
             error = request.grammar.accept(token_id)
             if error is not None:
                 reason = "error"
-                stop_reason = f"the output can't be held to its grammar: {error}"
+                stop_reason = FORM_FAILED + error
             elif request.grammar.complete and reason != "stop":
                 reason = "stop"  # also where it is the last token that the output may have
         if reason is not None:

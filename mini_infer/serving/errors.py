@@ -19,6 +19,7 @@ from mini_infer.core.errors import (
     UnavailableError,
 )
 from mini_infer.core.outputs import RequestDelta
+from mini_infer.core.structured_outputs import form_failure
 
 TYPES = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
@@ -83,10 +84,13 @@ def raise_for_failure(delta: RequestDelta) -> None:
     What the step raised is for the log, which has it: it may name paths or other internals.
 
     Raises:
+        InvalidRequestError: the form that it asked for became too complex on the way.
         StepError: a step raised while it held the request.
         MiniInferError: something other than the client aborted it.
     """
     if delta.finish_reason == "error":
+        if (failure := form_failure(delta.stop_reason)) is not None:
+            raise failure
         raise StepError("the model failed on this request; the server's log says why")
     if delta.finish_reason == "abort":
         raise MiniInferError("the request was aborted by the server")

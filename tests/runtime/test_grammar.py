@@ -155,6 +155,14 @@ def test_forced_text_where_the_tokenizer_spells_another() -> None:
     assert output.decode() == "abcéx"
 
 
+def test_any_text_is_a_choice() -> None:
+    odd = ["a.b", "a\nb", "[x]", "\\d", "a/b", "é#\u200b", "😀 ", "a&~b", '"', "x{2}", "\x00"]
+    for text in odd:
+        grammar = begin(BYTES, choice=[*odd, *(f"{text}{index}" for index in range(3000))])
+        assert [grammar.accept(byte) for byte in text.encode()] == [None] * len(text.encode())
+        assert 257 in allowed(grammar, BYTES_VOCAB)
+
+
 def test_a_token_outside_the_grammar_is_told() -> None:
     grammar = begin(TINY, regex="ab")
     assert "satisfy the grammar" in (grammar.accept(2) or "")

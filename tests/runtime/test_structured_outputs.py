@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mini_infer import LLM, StructuredOutputsParams
 from mini_infer.core.errors import InvalidRequestError
+from mini_infer.core.events import Preempted
 from mini_infer.core.outputs import RequestOutput
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime import grammar_requests
@@ -36,7 +37,7 @@ SCHEMA = {
 def held(**fields: Any) -> SamplingParams:
     form = {name: fields.pop(name) for name in list(fields) if name in FORMS}
     outputs = StructuredOutputsParams(**form)
-    return SamplingParams(**{"max_tokens": 60, **fields}, structured_outputs=outputs)
+    return SamplingParams(**{"max_tokens": 40, **fields}, structured_outputs=outputs)
 
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "thoughts")
@@ -97,13 +98,22 @@ def test_token_ids_are_identical_at_every_point(
         max_num_batched_tokens=chunk,
         enable_prefix_caching=caching,
         block_size=block_size,
-        num_kv_blocks=112 // block_size if forced_preemption else 256,
+        num_kv_blocks=80 // block_size if forced_preemption else 256,
         depth=depth,
         max_num_seqs=min(seqs, chunk),
     )
     outputs = generate(engine, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
     for index, token_ids in zip(order, outputs, strict=True):
         assert tuple(token_ids) == alone()[index]
+
+
+def test_the_lattices_small_pool_does_preempt() -> None:
+    engine = tiny_engine(num_kv_blocks=20, block_size=4)
+    preempted: set[int] = set()
+    engine.events.subscribe(lambda event: preempted.add(int(event.request_id)), Preempted)
+    order = [4, 1, 0, 2, 3, 5]
+    generate(engine, [PROMPTS[i] for i in order], [PARAMS[i] for i in order])
+    assert any(PARAMS[order[place]].structured_outputs for place in preempted), preempted
 
 
 @pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
@@ -190,8 +200,15 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_only(llm: LLM) -> N
     request.grammar.matcher.consume_token(ord("!"))  # type: ignore[union-attr]
     outputs = run(engine)
     assert outputs["x"].outputs[0].finish_reason == "error"
-    assert "can't be held to its grammar" in str(outputs["x"].outputs[0].stop_reason)
+    assert "can't be held to its form" in str(outputs["x"].outputs[0].stop_reason)
     assert len(outputs["y"].outputs[0].text) == 20
+
+
+def test_whoever_asked_for_a_form_that_fails_is_told(llm: LLM) -> None:
+    names = {f"p{index}": {"type": "string"} for index in range(1500)}
+    many = {"type": "object", "properties": names}
+    with pytest.raises(InvalidRequestError, match=r"can't be held to its form: .* items"):
+        llm.generate("x", held(json=many, temperature=0.0, max_tokens=1000), use_tqdm=False)
 
 
 def test_abort_amid_a_grammar(llm: LLM) -> None:
@@ -276,7 +293,8 @@ def test_one_whose_grammar_fails_ends_with_an_error(llm: LLM, late: LateCompiler
     step(engine)
     late.future.set_exception(InvalidRequestError("no such grammar"))
     outputs = run(engine)["x"].outputs
-    assert [choice.stop_reason for choice in outputs] == ["no such grammar"] * 2
+    assert [choice.finish_reason for choice in outputs] == ["error"] * 2
+    assert "no such grammar" in str(outputs[0].stop_reason)
 
 
 def test_a_core_without_grammars_refuses() -> None:
