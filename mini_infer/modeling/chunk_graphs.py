@@ -39,6 +39,10 @@ be."""
 SHORT_STEP = 512
 """Tokens up to which it pays to have graphs for fewer rows, too."""
 
+DEVICE_BOUND = 3.0
+"""Times what launches take the host. Longer steps have no graph: launched they are as fast, and to
+record and time graphs of them would take a large model's start-up seconds."""
+
 Shape = tuple[int, int]
 """Rows and tokens of a graph, padding included."""
 
@@ -78,14 +82,18 @@ class ChunkGraphs:
         self._replay_seconds: dict[Shape, float] = {}
 
     @torch.inference_mode()
-    def capture(self, shapes: Sequence[Shape] | None = None) -> None:
-        """Records the graphs, by default all, largest first. Their kernels run on the null slot."""
-        for shape in reversed(shapes or self.shapes):
-            self._write_rehearsal(shape)
-            self._graphs[shape] = record(partial(self._step, shape), self._pool)
+    def capture(self) -> None:
+        """Records the graphs that may pay, largest first. Their kernels run on the null slot."""
+        self._drop_device_bound()
+        for shape in reversed(self.shapes):
+            self.record(shape)
             self._replay_seconds[shape] = _seconds(self._graphs[shape].replay)
-        if self.shapes:  # limits of a few tokens leave none
-            self._launch_seconds = _seconds(lambda: self._rehearse(self.shapes[0]))
+
+    @torch.inference_mode()
+    def record(self, shape: Shape) -> None:
+        """Records one graph."""
+        self._write_rehearsal(shape)
+        self._graphs[shape] = record(partial(self._step, shape), self._pool)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -122,6 +130,17 @@ class ChunkGraphs:
         """
         replay = self._replay_seconds[shape]
         return replay <= max(self._launch_seconds, replay * num_tokens / shape[1])
+
+    def _drop_device_bound(self) -> None:
+        """Measures what launches take the host, and leaves shapes that take the device as little."""
+        if not self.shapes:  # limits of a few tokens leave none
+            return
+        self._launch_seconds = _seconds(partial(self._rehearse, self.shapes[0]))
+        limit = DEVICE_BOUND * self._launch_seconds
+        for index, shape in enumerate(self.shapes):
+            if shape[1] > SHORT_STEP and _seconds(partial(self._rehearse, shape)) > limit:
+                del self.shapes[index:]
+                return
 
     def _write_inputs(self, shape: Shape, layout: StepLayout) -> None:
         surplus = shape[1] - layout.num_tokens

@@ -49,7 +49,8 @@ class StepGraphs(NamedTuple):
     def capture_largest(self, num_decodes: int) -> None:
         """Records the largest of each kind, and so many of the decodes."""
         self.decodes.capture(self.decodes.sizes[-num_decodes:])
-        self.chunks.capture(self.chunks.shapes[-1:])
+        for shape in self.chunks.shapes[-1:]:
+            self.chunks.record(shape)
         self.ends.capture(self.ends.sizes[-1:])
 
     @property

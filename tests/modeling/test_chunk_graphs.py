@@ -1,5 +1,7 @@
 """What a graph of a step with chunks reads, without a GPU: padding must change nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import reference
+from mini_infer.modeling import chunk_graphs
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.step_layout import StepLayout
@@ -140,6 +143,22 @@ def test_limits_of_a_few_tokens_leave_no_graphs(limits: dict[str, int]) -> None:
     graphs.capture()
     batch = ScheduledBatch(0, (Chunk("a", 0, 0, 1),))
     assert graphs.run(StepLayout.of(batch)) is None
+
+
+def test_steps_that_keep_the_device_busy_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a step takes a millisecond a token, and its launches 300."""
+    config = make_config(max_num_seqs=20, max_num_batched_tokens=8192)
+    graphs = graphs_over(DeviceState(config, CPU), config)
+    before = list(graphs.shapes)
+
+    def seconds(work: Any) -> float:
+        return max(0.3, 0.001 * work.args[0][1])
+
+    monkeypatch.setattr(chunk_graphs, "_seconds", seconds)
+    graphs._drop_device_bound()
+    assert graphs._launch_seconds == 0.3
+    assert graphs.shapes == [shape for shape in before if shape[1] <= 768]
+    assert graphs._shape_for(2, 1000) is None
 
 
 def test_padding_must_cost_less_than_launches() -> None:

@@ -95,6 +95,9 @@ class CountingGraphs:
         self._gpu.held[self] = 1000 * (8 in which) + 10 * len(which)
         self._gpu.cached += 500
 
+    def record(self, shape: int) -> None:
+        self.capture((shape,))
+
 
 def test_graphs_take_what_the_largest_do_and_a_little_for_each(
     monkeypatch: pytest.MonkeyPatch,
