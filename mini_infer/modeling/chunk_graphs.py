@@ -132,7 +132,7 @@ class ChunkGraphs:
         return replay <= max(self._launch_seconds, replay * num_tokens / shape[1])
 
     def _drop_device_bound(self) -> None:
-        """Measures what launches take the host, and leaves shapes that take the device as little."""
+        """Measures what launches take the host, and leaves shapes that take the device no more."""
         if not self.shapes:  # limits of a few tokens leave none
             return
         self._launch_seconds = _seconds(partial(self._rehearse, self.shapes[0]))
