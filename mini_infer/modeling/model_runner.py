@@ -1,6 +1,7 @@
 """Runs scheduled steps on one device. The hot file: it stays minimal."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -95,7 +96,11 @@ class ModelRunner:
             return self._sampled_step(batch, layout, *self._head(x, layout), prompt_rows)
 
     def release(self) -> None:
-        """Frees weights, cache and graphs."""
+        """Frees weights, cache and graphs, once the steps in flight are over: they write into the
+        host's memory, too."""
+        if self._graphs is not None:
+            with suppress(torch.AcceleratorError):  # a device that failed runs nothing any more
+                torch.cuda.synchronize()
         self._graphs = None
         self.caches = []
         self.__dict__.pop("model", None)
