@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_server_parser(__doc__, repeats=1)
     parser.add_argument("--requests", type=positive, default=60, help="short ones")
     parser.add_argument("--rate", type=float, default=0.5, help="short requests a second")
-    parser.add_argument("--prompt-tokens", type=positive, default=64, help="of a short request")
+    parser.add_argument("--prompt-tokens", type=positive, default=88, help="of a short request")
     parser.add_argument("--output-tokens", type=positive, default=4, help="of a short request")
     parser.add_argument("--long-prompt", type=positive, default=1200, help="tokens, about")
     parser.add_argument("--long-output", type=positive, default=8, help="tokens")

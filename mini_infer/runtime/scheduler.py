@@ -122,7 +122,7 @@ class Scheduler:
         self._schedule_decoding(plan)
         prefilling = self._queues.running(RequestState.PREFILLING)
         if prefilling and self.config.enable_chunked_prefill:
-            with plan.half_of_budget():
+            with plan.all_but_a_quarter():
                 self._schedule_short(plan, prefilling)
         for request in prefilling:
             self._schedule_running(plan, request, RequestState.PREFILLING)

@@ -61,9 +61,9 @@ class StepPlan:
         return samples
 
     @contextmanager
-    def half_of_budget(self) -> Iterator[None]:
-        """Within, only half of what is left of the budget can be spent."""
-        kept = self.budget - self.budget // 2
+    def all_but_a_quarter(self) -> Iterator[None]:
+        """Within, a quarter of what is left of the budget can't be spent."""
+        kept = -(-self.budget // 4)
         self.budget -= kept
         yield
         self.budget += kept

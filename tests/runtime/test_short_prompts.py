@@ -48,7 +48,7 @@ def test_a_short_prompt_has_its_token_in_a_step_of_its_own_arrival(engine: LLMEn
 
 
 def test_one_that_is_cut_is_completed_before_long_ones_go_on(engine: LLMEngine) -> None:
-    """Behind a flood: the newcomers' half admits a long one a step, and the last comes then."""
+    """Behind a flood: the newcomers' share admits a long one a step, and the last comes then."""
     for number in range(4):
         engine.add_request(f"long {number}", new_prompt(400), greedy())
     engine.add_request("first", new_prompt(6), greedy())
@@ -56,18 +56,18 @@ def test_one_that_is_cut_is_completed_before_long_ones_go_on(engine: LLMEngine) 
     assert steps_to_first_token(engine, "second") <= 7
 
 
-def test_the_first_long_prompt_has_half_of_each_step(engine: LLMEngine) -> None:
+def test_the_first_long_prompt_has_a_quarter_of_each_step(engine: LLMEngine) -> None:
     chunks: list[Event] = []
     engine.events.subscribe(chunks.append, ChunkScheduled)
     engine.add_request("long", new_prompt(400), greedy())
     step(engine)
     for number in range(20):
-        engine.add_request(f"short {number}", new_prompt(CHUNK // 2), greedy(max_tokens=1))
+        engine.add_request(f"short {number}", new_prompt(3 * CHUNK // 4), greedy(max_tokens=1))
         step(engine)
     own = [
         c.num_new_tokens for c in chunks if isinstance(c, ChunkScheduled) and c.request_id == "long"
     ]
-    assert own == [CHUNK, *[CHUNK // 2] * 20]
+    assert own == [CHUNK, *[CHUNK // 4] * 20]
 
 
 def test_nobody_else_there_it_has_all(engine: LLMEngine) -> None:
