@@ -28,8 +28,8 @@ WIDE = 16384
 """Lines of weights from which on there are waves of programs, and no start or end shows."""
 SHORT = 3072
 """Values a line up to which a library's product is mostly start and end."""
-FUSED_NORM_VALUES = 2048
-"""Up to so many activations (one row is always fused), each program norms them for itself."""
+FUSED_NORM_ROWS = 2
+"""Up to so many rows, each program norms the activations for itself."""
 PROGRAMS = 256
 """Two for each processor, about."""
 MIN_TILE_ROWS = 8
@@ -40,6 +40,7 @@ class VectorPlan(NamedTuple):
 
     lines: int
     tile_k: int
+    depth: int
     num_warps: int
 
 
@@ -96,12 +97,7 @@ def plan(num_rows: int, lines: int, size: int) -> VectorPlan | TilePlan:
     """The measured best division of a product ``[num_rows, size] x [lines, size].T``."""
     wide = lines >= WIDE
     if num_rows <= VECTOR_ROWS or (num_rows <= NARROW_VECTOR_ROWS and not wide):
-        if lines >= (4096 if num_rows == 1 else 6144) and size % 512 == 0:
-            return VectorPlan(4, 512, 2)
-        if lines >= 4096 or size < 2048:
-            return VectorPlan(4, 1024, 4)
-        # Few programs: more of each line at once.
-        return VectorPlan(4 if lines >= 2048 and size <= 8192 else 2, 2048, 8)
+        return _vector_plan(num_rows, lines, size)
     if wide:
         return TilePlan(16, 64, 4, 1, 3, 4) if num_rows <= 8 else TilePlan(64, 128, 1, 1, 4, 4)
     tile_lines = 16 if num_rows <= 16 else 32
@@ -110,6 +106,17 @@ def plan(num_rows: int, lines: int, size: int) -> VectorPlan | TilePlan:
     if num_rows <= 16:
         return TilePlan(tile_lines, 128, 2, splits, 5, 2)
     return TilePlan(tile_lines, 128, 1, splits, 6, 4)
+
+
+def _vector_plan(num_rows: int, lines: int, size: int) -> VectorPlan:
+    """Few programs take more of each line at once, many rows less: they need the registers."""
+    if lines <= 2048 and size >= 2048:
+        return VectorPlan(2 if num_rows == 1 else 4, 2048, 2, 8)
+    if num_rows == 1 and (lines >= WIDE or size > 8192) and size >= 2048:
+        return VectorPlan(4, 2048, 2, 8)
+    if lines <= 2048 or size > 8192 or (num_rows == 1 and size >= 2048):
+        return VectorPlan(4, 1024, 2, 4)
+    return VectorPlan(4, 512, 4, 2)
 
 
 def _multiply(
@@ -124,7 +131,7 @@ def _multiply(
 ) -> Tensor:
     num_rows, size = x.shape
     chosen = plan(num_rows, weight.shape[0], size)
-    fuses = isinstance(chosen, VectorPlan) and (num_rows == 1 or x.numel() <= FUSED_NORM_VALUES)
+    fuses = isinstance(chosen, VectorPlan) and num_rows <= FUSED_NORM_ROWS
     if norm is not None and not fuses:
         x, norm = rms_norm(x, *norm), None
     early = starts_early(x.device)
@@ -155,6 +162,8 @@ def _multiply(
             num_outputs,
             eps,
             tile_m=power_of_two(num_rows),
+            ahead=(triton.cdiv(size, chosen.tile_k) - 1) % chosen.depth + 1,
+            depth=chosen.depth,
             has_norm=norm is not None,
             **common,
         )
