@@ -130,35 +130,44 @@ class GrammarCompiler:
         return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
     def _compile(self, spec: Spec) -> "LLMatcher":
-        kind, text, thoughts = spec
-        try:
-            matcher = self._try(_grammar(self._tokenizer, kind, text, thoughts))
-            error = _error_of(matcher)
-        except (ValueError, RecursionError) as raised:
-            error = str(raised)
-        if not error:
+        kind, text, _ = spec
+        matcher, error = self._try(*spec)
+        if matcher is not None:
             return matcher
         if kind == "json":
-            raise GrammarError(error, self._within(json.loads(text), error))
+            raise GrammarError(error, self._within(text, error))
         if kind == "regex":  # llguidance shows it within a grammar of its own making
             error = re.sub(r"^at \d+\(\d+\): |\n +1 \| (?s:.)*", "", error)
         for part in TOOL_PARAMETERS.finditer(text):
-            schema = json.loads(part[2])
-            if alone := self._schema_error(schema):
-                within = f"[{part[1]}].function.parameters{self._within(schema, alone)}"
+            _, alone = self._try("json", part[2])
+            if alone:
+                within = f"[{part[1]}].function.parameters{self._within(part[2], alone)}"
                 raise GrammarError(alone, within)
         raise GrammarError(error)
 
-    def _try(self, grammar: str) -> "LLMatcher":
+    def _try(
+        self, kind: str, text: str, thoughts: Thoughts = "none"
+    ) -> "tuple[LLMatcher | None, str]":
+        """A grammar's matcher, or why it can't be used: also one that allows no output."""
         from llguidance import LLMatcher
 
-        return LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
+        try:
+            grammar = _grammar(self._tokenizer, kind, text, thoughts)
+        except (ValueError, RecursionError) as error:
+            too_deep = "recursion" in str(error)  # of Python, or of what reads JSON in Rust
+            return None, "it is nested too deeply" if too_deep else str(error)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            return None, matcher.get_error().strip()
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            return None, "no output can fulfil it, or it is too complex"
+        return matcher, ""
 
-    def _schema_error(self, schema: Any) -> str:
-        return _error_of(self._try(_grammar(self._tokenizer, "json", json.dumps(schema))))
-
-    def _within(self, root: Any, error: str) -> str:
+    def _within(self, text: str, error: str) -> str:
         """The path of the innermost part of a schema that alone gives the same error."""
+        root = json.loads(text)
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         path, schema, num_tries = "", root, 0
         while True:
@@ -166,7 +175,7 @@ class GrammarCompiler:
                 num_tries += 1
                 if num_tries > MAX_TRIES:
                     return path
-                if self._schema_error({**shared, **part}) == error:
+                if self._try("json", json.dumps({**shared, **part}))[1] == error:
                     path += step
                     schema = part
                     break
@@ -279,17 +288,6 @@ def _raise_failure(params: StructuredOutputsParams, future: "Future[LLMatcher]")
         future.result()
     except GrammarError as error:
         raise params.error(error.problem, error.within) from None
-
-
-def _error_of(matcher: "LLMatcher") -> str:
-    """Why a grammar can't be used, "" if it can: also one that does not allow any output."""
-    if not matcher.is_error():
-        first = matcher.deep_copy()
-        first.compute_bitmask()
-        if not first.is_error():
-            return ""
-        return "no output can fulfil it, or it is too complex"
-    return matcher.get_error().strip()
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

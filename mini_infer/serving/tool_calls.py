@@ -15,6 +15,8 @@ from typing import Any, NoReturn, Protocol
 from mini_infer.core.errors import InvalidRequestError
 
 MAX_TOOLS = 128
+MAX_DEPTH = 100
+"""Of a schema, in levels of JSON: neither templates nor grammars can take a thousand."""
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 LLAMA_HINT = '{"name": function name, "parameters":'
@@ -291,6 +293,24 @@ def _check_tool(index: int, tool: Mapping[str, Any]) -> None:
     for key, kind, shown in (("description", str, "a string"), ("parameters", Mapping, "a schema")):
         if function.get(key) is not None and not isinstance(function[key], kind):
             raise InvalidRequestError(f"tools[{index}].function.{key} must be {shown}", "tools")
+    if _is_deeper(function.get("parameters"), MAX_DEPTH):
+        raise InvalidRequestError(
+            f"tools[{index}].function.parameters has more than {MAX_DEPTH} levels", "tools"
+        )
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequestError(f"tools[{index}].function.strict must be a boolean", "tools")
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    """Has JSON more than ``depth`` levels? Without a call per level, of which there may be too
+    many."""
+    level: list[object] = [value]
+    for _ in range(depth + 1):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+    return bool(level)

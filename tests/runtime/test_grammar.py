@@ -1,6 +1,7 @@
 """Grammars over small vocabularies: their masks against brute force, and what is no grammar."""
 
 import itertools
+import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -234,6 +235,7 @@ def test_thoughts_are_free(thoughts: Any, text: str, ok: bool) -> None:
 
 # -- what is no grammar
 
+DEEP = '{"items":' * 300 + "{}" + "}" * 300
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({}, "exactly one of json, regex, choice, grammar, json_object, got none"),
     ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
@@ -273,7 +275,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: ("}, "Expected token"),
     ({"grammar": "start: foo"}, "unknown name"),
     ({"grammar": "root ::= foo"}, "'foo' not found"),
-    ({"grammar": "root ::= " + "(" * 50_000}, "recursion"),
+    ({"grammar": "root ::= " + "(" * 50_000}, "nested too deeply"),
+    ({"json": {"items": {"items": json.loads(DEEP)}}}, "nested too deeply"),
     ({"json_object": 1}, ".json_object must be true or false"),
 ]
 

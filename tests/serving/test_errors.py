@@ -1,5 +1,6 @@
 """Bad input gets OpenAI's error object with the right status, and the server goes on."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.serving.live import CHAT, COMPLETIONS, LiveServer
 
 HELLO = [{"role": "user", "content": "Hello"}]
+DEEP = '{"items":' * 400 + "{}" + "}" * 400
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -120,6 +122,11 @@ CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
         'tools[1].function.parameters: Unimplemented keys: ["not"]',
     ),
     ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+    (
+        {"tools": [{**TOOL, "function": {"name": "f", "parameters": json.loads(DEEP)}}]},
+        "tools",
+        "more than 100 levels",
+    ),
     ({"tool_choice": "required"}, "tools", "there are no tools"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
