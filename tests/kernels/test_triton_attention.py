@@ -104,7 +104,8 @@ def test_half_precision(query_len: int) -> None:
         pytest.param(1, 4, 256, 4, id="never more pieces than are worth their cost"),
         pytest.param(1, 4, 90, 1, id="a short context is one piece"),
         pytest.param(32, 4, 32768, 64, id="rows share a program a processor"),
-        pytest.param(64, 4, 32768, 195, id="many rows: four programs a processor"),
+        pytest.param(64, 4, 32768, 129, id="many rows: two programs a processor"),
+        pytest.param(128, 4, 32768, 259, id="more rows: four programs a processor"),
         pytest.param(2, 300, 32768, 2, id="more heads than processors"),
     ],
 )

@@ -61,19 +61,19 @@ def plan_splits(
     ``memory`` what a program can share among its threads. A row has as many pieces as its share of
     all keys of the step, rounded, but one at least: so there are at most ``aim + num_rows - 1``.
 
-    The tiles are the fastest of those tried on an H200. Where few rows make a step all latency, a
-    program has less than 48 KiB of shared memory: beyond, Triton asks for another division of a
+    The tiles are the fastest of those tried on an H200. Few rows make a step all latency, and there
+    a program has less than 48 KiB of shared memory: for more, Triton asks for another division of a
     processor's memory into cache and shared memory than the kernels before and after have, and none
-    of these starts early. Where rows and heads fill the ``sms`` processors, single warps do best:
-    two of them wait for each other.
+    of these starts early. Where rows and heads fill the ``sms`` processors twice, small programs do
+    best, of which four share a processor.
     """
     units = num_rows * num_kv_heads
-    if num_queries > 16:
+    if num_queries > 16 or sms // 4 < units <= sms // 2 or sms < units <= 2 * sms:
         programs, most_keys, num_warps, num_stages = 2 * sms, 64, 4, 3
     elif units <= sms // 4:
         programs, most_keys, num_warps, num_stages = 2 * sms, 64, 4, 2
     elif units <= sms:
-        programs, most_keys, num_warps, num_stages = sms, 128, 8, 3
+        programs, most_keys, num_warps, num_stages = sms, 128, 4, 3
     else:
         programs, most_keys, num_warps, num_stages = 4 * sms, 32, 2, 4
     aim = max(1, programs // num_kv_heads) if SPLITS else 1
