@@ -80,7 +80,7 @@ def ask(url: str, **fields: Any) -> str:
         "max_tokens": MAX_TOKENS,
         **fields,
     }
-    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180)
     assert response.status_code == 200, response.text
     content: str = response.json()["choices"][0]["message"]["content"]
     return content

@@ -46,6 +46,9 @@ window.fetch = async (url, options) => {
 """
 
 
+expect.set_options(timeout=30_000)  # a busy machine's; what is there is seen at once
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:

@@ -13,7 +13,7 @@ GREEDY: Any = {"temperature": 0, "max_tokens": MAX_TOKENS}
 
 
 def connect(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.base_url, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=served.base_url, max_retries=0, timeout=180)
 
 
 def test_answer_stream_and_raw_response(served: Served) -> None:

@@ -29,7 +29,7 @@ TOOL: Any = openai.pydantic_function_tool(City, name="describe", description="Te
 
 
 def connect(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.base_url, max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=served.base_url, max_retries=0, timeout=180)
 
 
 def greedy(served: Served) -> dict[str, Any]:
