@@ -22,9 +22,9 @@ MAX_TOKENS_PER_BAD_WORD = 16
 class SamplingParams:
     """How the next token is chosen, and when a request ends.
 
-    The order of operations is: penalties (repetition over prompt + output; presence and frequency
-    over output), ``logit_bias``, ``allowed_token_ids``/``bad_words``/``min_tokens`` masks,
-    ``temperature``, ``top_k``, ``top_p``, ``min_p``.
+    The order of operations is: the mask of ``structured_outputs``, penalties (repetition over
+    prompt + output; presence and frequency over output), ``logit_bias``, ``allowed_token_ids``/
+    ``bad_words``/``min_tokens`` masks, ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
     Raises:
         InvalidRequestError: a value out of range; ``param`` names the field.

@@ -86,7 +86,7 @@ class StructuredOutputsParams:
         """An error that names the place: ``within`` is a path in the form."""
         name = next((name for name in FORMS if getattr(self, name) not in (None, False)), "json")
         place = self.place or f"{PARAM}.{name}"
-        joint = " " if problem.startswith(("must", "has", "holds", "is")) else ": "
+        joint = " " if problem.startswith(("must", "has", "holds", "is", "needs")) else ": "
         return InvalidRequestError(
             f"{place}{within}{joint}{problem}", place.partition(".")[0].partition("[")[0]
         )

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import InvalidRequestError, UnsupportedModelError
+from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.structured_outputs import PARAM, StructuredOutputsParams, Thoughts
 from mini_infer.runtime.grammar import Grammar
 from mini_infer.runtime.tokenizer import Tokenizer
@@ -114,9 +114,7 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
-            raise UnsupportedModelError(
-                "structured outputs need a token of end of sequence, and this model has none"
-            )
+            raise GrammarError("needs a token of end of sequence, and this model has none")
         return LLTokenizer(
             _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids[0]),  # type: ignore[arg-type]
             n_vocab=self._vocab_size,

@@ -339,6 +339,14 @@ BYTES_VOCAB = ByteTokenizer.vocab_size
 # -- compiling
 
 
+def test_a_model_without_an_end_has_no_grammars() -> None:
+    class Endless(TinyTokenizer):
+        eos_token_id = None  # type: ignore[assignment]
+
+    with pytest.raises(InvalidRequestError, match="regex needs a token of end of sequence"):
+        begin(compiler(Endless(), VOCAB, []), regex="a")
+
+
 def test_equal_grammars_are_compiled_once() -> None:
     first = BYTES.start(Params(json={"type": "integer", "minimum": 7}))
     assert BYTES.start(Params(json='{"type": "integer", "minimum": 7}')) is first
