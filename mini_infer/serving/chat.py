@@ -10,11 +10,13 @@ from mini_infer.core.outputs import CompletionOutput, FinishReason, RequestDelta
 from mini_infer.core.structured_outputs import StructuredOutputsParams
 from mini_infer.runtime.chat_messages import cut_at_tag, normalise_messages, tag_final_message
 from mini_infer.serving.answer import Envelope, UsageSoFar, usage_of
+from mini_infer.serving.held_calls import HeldHermesToolParser
 from mini_infer.serving.logprobs import chat_logprobs, prompt_logprobs
 from mini_infer.serving.messages import (
     MessageForm,
     MessageParser,
     RenderedChat,
+    arguments_deltas,
     call_deltas,
     call_object,
     read_message,
@@ -30,6 +32,7 @@ from mini_infer.serving.schema import ChatCompletionRequest
 from mini_infer.serving.tool_calls import OPEN as OPEN_CALL
 from mini_infer.serving.tool_calls import (
     TOOL_PARSERS,
+    ArgumentsPiece,
     HermesToolParser,
     ToolCall,
     ToolParser,
@@ -106,9 +109,10 @@ def render_chat(
     held = _held(tokenizer, body, parser)
     if held is not None and OPEN_THOUGHTS in source:
         held = replace(held, thoughts=thoughts_after(prompt, opened, continued))
+    holds_calls = held is not None and parser is HermesToolParser
     form = MessageForm(
         opens_reasoning=opened,
-        tool_parser=parser,
+        tool_parser=HeldHermesToolParser if holds_calls else parser,
         is_named=body.read_tool_choice().name is not None,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning,
@@ -232,6 +236,8 @@ class _Choice:
             if isinstance(part, ToolCall):
                 contents += call_deltas(self.num_calls, part)
                 self.num_calls += 1
+            elif isinstance(part, ArgumentsPiece):
+                contents += arguments_deltas(self.num_calls - 1, part.text)
             elif isinstance(part, Reasoning):
                 contents.append({"reasoning_content": part.text})
             else:

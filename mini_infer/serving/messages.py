@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.structured_outputs import StructuredOutputsParams
 from mini_infer.serving.reasoning import Reasoning, ReasoningParser
-from mini_infer.serving.tool_calls import ToolCall, ToolParser
+from mini_infer.serving.tool_calls import ArgumentsPiece, TextOrCall, ToolCall, ToolParser
 
 if TYPE_CHECKING:
     from mini_infer.runtime.tokenizer import Tokenizer
 
-Part = str | Reasoning | ToolCall
-"""A piece of content, a piece of the thoughts, or a whole call."""
+Part = str | Reasoning | ToolCall | ArgumentsPiece
+"""A piece of content or of the thoughts, a call, or a piece of the last call's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class MessageParser:
         self._reasoning = ReasoningParser(form.opens_reasoning)
         self._tools = None if form.tool_parser is None else form.tool_parser()
         self.num_calls = 0
+        self._skips = False
+        """Does the last call not count?"""
 
     def append(self, text: str) -> list[Part]:
         """The parts that ``text`` completes."""
@@ -77,14 +79,14 @@ class MessageParser:
                 selected += self._count(self._tools.append(part))
         return selected
 
-    def _count(self, parts: list[str | ToolCall]) -> list[Part]:
+    def _count(self, parts: list[TextOrCall]) -> list[Part]:
         counted: list[Part] = []
         for part in parts:
             if isinstance(part, ToolCall):
-                if self.num_calls and not self._form.parallel_tool_calls:
-                    continue
-                self.num_calls += 1
-            counted.append(part)
+                self._skips = self.num_calls > 0 and not self._form.parallel_tool_calls
+                self.num_calls += not self._skips
+            if isinstance(part, str) or not self._skips:
+                counted.append(part)
         return counted
 
 
@@ -101,10 +103,16 @@ def read_message(form: MessageForm, text: str) -> Message:
     """The message that a whole text is."""
     parser = MessageParser(form)
     parts = parser.append(text) + parser.finish()
+    calls: list[ToolCall] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            calls.append(part)
+        elif isinstance(part, ArgumentsPiece):
+            calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + part.text)
     return Message(
         "".join(part for part in parts if isinstance(part, str)),
         "".join(part.text for part in parts if isinstance(part, Reasoning)),
-        [part for part in parts if isinstance(part, ToolCall)],
+        calls,
     )
 
 
@@ -120,9 +128,11 @@ def call_object(call: ToolCall) -> dict[str, Any]:
 
 
 def call_deltas(index: int, call: ToolCall) -> list[dict[str, Any]]:
-    """A call as OpenAI's chat chunks have it: who is called, then the arguments."""
-    start = call_object(ToolCall(call.name, ""))
-    return [
-        {"tool_calls": [{"index": index, **start}]},
-        {"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]},
-    ]
+    """A call as OpenAI's chat chunks have it: who is called, then the arguments that are there."""
+    start = {"tool_calls": [{"index": index, **call_object(ToolCall(call.name, ""))}]}
+    return [start, *arguments_deltas(index, call.arguments)]
+
+
+def arguments_deltas(index: int, text: str) -> list[dict[str, Any]]:
+    """A piece of a call's arguments as OpenAI's chat chunks have it."""
+    return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}] if text else []

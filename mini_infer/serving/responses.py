@@ -35,7 +35,7 @@ from mini_infer.serving.responses_tools import call_item, shown_tools
 from mini_infer.serving.schema import RequestBody
 from mini_infer.serving.spans import Spans
 from mini_infer.serving.sse import EventStreamResponse, to_json, until_disconnect
-from mini_infer.serving.tool_calls import ToolCall
+from mini_infer.serving.tool_calls import ArgumentsPiece, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +202,8 @@ class ResponseEvents:
         """Those that are done."""
         self._kind: Kind | None = None
         """Of the item that is told of now, with its id and text so far."""
+        self._call: dict[str, Any] | None = None
+        """The item of a call that is told of now; there is no kind then."""
         self._item_id = ""
         self._texts: list[str] = []
         self._num_events = 0
@@ -228,16 +230,20 @@ class ResponseEvents:
             parts += self._parser.finish()
         for part in parts:
             if isinstance(part, ToolCall):
-                yield from self._tell_call(part)
+                yield from self._close("completed")
+                yield from self._begin_call(part)
+                if part.arguments:
+                    yield from self._tell_arguments(ArgumentsPiece(part.arguments, last=True))
+            elif isinstance(part, ArgumentsPiece):
+                yield from self._tell_arguments(part)
             elif isinstance(part, Reasoning):
                 yield from self._tell(REASONING, part.text)
             else:
                 yield from self._tell(MESSAGE, part)
         if finish_reason is not None:
-            if self._kind is None and not self.items:
+            if self._kind is None and self._call is None and not self.items:
                 yield from self._begin(MESSAGE)
-            if self._kind is not None:
-                yield from self._end(_status(finish_reason))
+            yield from self._close(_status(finish_reason))
 
     def failed(self, message: str) -> str:
         """The last event of a response that failed on the way."""
@@ -248,26 +254,43 @@ class ResponseEvents:
 
     def _tell(self, kind: Kind, text: str) -> Iterator[str]:
         if self._kind is not kind:
-            if self._kind is not None:
-                yield from self._end("completed")
+            yield from self._close("completed")
             yield from self._begin(kind)
         self._texts.append(text)
         yield self._part_event(kind, "delta", delta=text)
 
-    def _tell_call(self, call: ToolCall) -> Iterator[str]:
+    def _close(self, status: str) -> Iterator[str]:
+        """Ends the item that is told of now, if there is one."""
         if self._kind is not None:
-            yield from self._end("completed")
-        item_id, name = f"fc_{uuid.uuid4().hex}", call_id()
+            yield from self._end(status)
+        elif self._call is not None:
+            yield from self._end_call(self._call, status)
+
+    def _begin_call(self, call: ToolCall) -> Iterator[str]:
+        self._item_id, self._texts = f"fc_{uuid.uuid4().hex}", []
+        self._call = call_item(self._item_id, call_id(), call.name, "", "in_progress")
         index = len(self.items)
-        place = {"item_id": item_id, "output_index": index}
-        begun = call_item(item_id, name, ToolCall(call.name, ""), "in_progress")
-        yield self._event("response.output_item.added", output_index=index, item=begun)
-        arguments = "response.function_call_arguments"
-        yield self._event(f"{arguments}.delta", **place, delta=call.arguments)
-        yield self._event(f"{arguments}.done", **place, name=call.name, arguments=call.arguments)
-        item = call_item(item_id, name, call, "completed")
+        yield self._event("response.output_item.added", output_index=index, item=self._call)
+
+    def _tell_arguments(self, piece: ArgumentsPiece) -> Iterator[str]:
+        assert self._call is not None, "a call comes before its arguments"
+        self._texts.append(piece.text)
+        if piece.text:
+            yield self._call_event("delta", delta=piece.text)
+        if piece.last:
+            yield from self._end_call(self._call, "completed")
+
+    def _end_call(self, begun: dict[str, Any], status: str) -> Iterator[str]:
+        item = begun | {"arguments": "".join(self._texts), "status": status}
+        yield self._call_event("done", name=item["name"], arguments=item["arguments"])
+        index = len(self.items)
         self.items.append(item)
+        self._call = None
         yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _call_event(self, suffix: str, **fields: Any) -> str:
+        place = {"item_id": self._item_id, "output_index": len(self.items)}
+        return self._event(f"response.function_call_arguments.{suffix}", **place, **fields)
 
     def _begin(self, kind: Kind) -> Iterator[str]:
         self._kind, self._item_id, self._texts = kind, _item_id(kind), []

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mini_infer.core.errors import InvalidRequestError
-from mini_infer.serving.tool_calls import ToolCall
 
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
@@ -47,15 +46,15 @@ def shown_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     ]
 
 
-def call_item(item_id: str, call_id: str, call: ToolCall, status: str) -> dict[str, Any]:
+def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
     """An output item of a call."""
     return {
         "id": item_id,
         "type": "function_call",
         "status": status,
         "call_id": call_id,
-        "name": call.name,
-        "arguments": call.arguments,
+        "name": name,
+        "arguments": arguments,
     }
 
 

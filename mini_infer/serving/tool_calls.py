@@ -35,7 +35,16 @@ CALL_START = re.compile(r'\{\s*"(?:name|type|parameters|arguments)"')
 CALL_START_PART = re.compile(r'\{\s*(?:"[a-z]{0,10})?')
 """What ``CALL_START`` may yet match."""
 
-TextOrCall = str | ToolCall
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    """A piece of the last call's arguments, where that was told of without them."""
+
+    text: str
+    last: bool
+
+
+TextOrCall = str | ToolCall | ArgumentsPiece
 
 
 class ToolParser(Protocol):

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mini_infer.serving.held_calls import HeldHermesToolParser
 from mini_infer.serving.messages import Message, MessageForm, MessageParser, Part, read_message
 from mini_infer.serving.reasoning import Reasoning, continues_reasoning, opens_reasoning
 from mini_infer.serving.tool_calls import (
+    ArgumentsPiece,
     HermesToolParser,
     LlamaToolParser,
     ToolCall,
@@ -194,3 +196,41 @@ def test_text_is_told_of_as_soon_as_it_can_be_no_tag() -> None:
     assert [parser.append(piece) for piece in ("<th", "ough>", " a", "b")] == [
         [], ["<though>"], [" a"], ["b"]
     ]  # fmt: skip
+
+
+HELD = MessageForm(tool_parser=HeldHermesToolParser)
+HELD_CALL = '<tool_call>\n{"name": "f\\"", "arguments": { "x" : "}\\n</tool_call>" }}\n</tool_call>'
+HELD_F = ToolCall('f"', '{ "x" : "}\\n</tool_call>" }')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HELD_CALL, Message("", "", [HELD_F])),
+        (f"{HELD_CALL}\n{HELD_CALL}", Message("", "", [HELD_F, HELD_F])),
+        (f"I look.\n{HELD_CALL}\nDone.", Message("I look.Done.", "", [HELD_F])),
+        (f"<think>Hm</think>{HELD_CALL}", Message("", "Hm", [HELD_F])),
+        ('<tool_call>\n{"name": "f', Message('<tool_call>\n{"name": "f', "", [])),
+        (HELD_CALL[:-20], Message("", "", [ToolCall('f"', '{ "x" : "}\\n</tool_ca')])),
+        *((HELD_CALL[:-cut], Message("", "", [HELD_F])) for cut in (3, 12, 13, 14)),
+        (HELD_CALL[:-15], Message("", "", [ToolCall('f"', HELD_F.arguments[:-1])])),
+        ("no call", Message("no call", "", [])),
+    ],
+)
+def test_calls_that_a_grammar_holds(text: str, message: Message) -> None:
+    assert read_message(HELD, text) == message
+    for cut in range(len(text) + 1):
+        parser = MessageParser(HELD)
+        parts = parser.append(text[:cut]) + parser.append(text[cut:]) + parser.finish()
+        calls: list[ToolCall] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                calls.append(part)
+            elif isinstance(part, ArgumentsPiece):
+                calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + part.text)
+        assert Message(joined(parts).content, joined(parts).reasoning, calls) == message
+
+
+def test_one_call_of_several_that_a_grammar_holds() -> None:
+    form = MessageForm(tool_parser=HeldHermesToolParser, parallel_tool_calls=False)
+    assert read_message(form, f"{HELD_CALL}\n{HELD_CALL}").calls == [HELD_F]
