@@ -33,7 +33,8 @@ def tool_grammar(
     """What an answer may be: calls of ``tools`` in the form that ``parser`` reads, ``required`` or
     beside text, one or, if ``parallel``, several.
 
-    ``answer`` is a schema that an answer without calls fulfils; any text without it.
+    ``answer`` is a schema that an answer without calls fulfils; any text without it. Where calls
+    are not required, those of tools that are not ``strict`` have any arguments.
     """
     form = _hermes if parser is HermesToolParser else _llama
     rules = form(tokenizer, required, parallel, answer is not None)
@@ -41,9 +42,15 @@ def tool_grammar(
     key = "arguments" if parser is HermesToolParser else "parameters"
     for index, tool in enumerate(tools):
         function = tool["function"]
-        start = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": '
-        rules.append(f'call_{index}: {_quoted(start)} parameters_{index} "}}"')
-        schema = parameters_schema(function.get("parameters"))
+        name = json.dumps(function["name"], ensure_ascii=False)
+        # In the lexemes of JSON: an answer's schema may begin alike, and lexers do not go back.
+        start = " ".join(
+            map(_quoted, ("{", '"name"', ":", " ", name, ",", " ", f'"{key}"', ":", " "))
+        )
+        rules.append(f'call_{index}: {start} parameters_{index} "}}"')
+        schema: Mapping[str, Any] = {"type": "object"}
+        if required or function.get("strict"):
+            schema = parameters_schema(function.get("parameters"))
         rules.append(f"parameters_{index}: %json {_schema(schema)}")
     if answer is not None:
         rules.append(f"answer: %json {_schema(answer)}")
