@@ -40,6 +40,14 @@ class RunningServer:
                 continue
         return total
 
+    def cpu_seconds(self) -> float:
+        """Processor time of the process and of all that it started, so far."""
+        times = [
+            process.cpu_times()
+            for process in (self.process, *self.process.children(recursive=True))
+        ]
+        return sum(time.user + time.system for time in times)
+
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics without its labels; of several with one name, their sum."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
@@ -135,6 +143,7 @@ def describe_servers(arguments: argparse.Namespace, **lengths: Value) -> dict[st
     return {
         "model": "dry run" if arguments.dry_run else arguments.model,
         "weights": "no" if arguments.dry_run else "real",
+        "dtype": "auto",
         "lengths": lengths,
         "prefix cache": "on",
         **describe_run(arguments),

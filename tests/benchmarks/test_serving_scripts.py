@@ -38,6 +38,7 @@ def test_serving_load(run: Run) -> None:
     ours, bare, _ = rows.values()
     assert ours["bytes a chunk"] == pytest.approx(bare["bytes a chunk"], abs=1)
     assert ours["server MiB"] > 20
+    assert ours["CPU us a token"] > 0
     ratio, errors = result["bars"]
     assert ratio["value"] == pytest.approx(ours["tok/s"] / bare["tok/s"])
     assert (errors["value"], errors["met"]) == (0, True)
