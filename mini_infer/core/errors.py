@@ -67,9 +67,11 @@ class StepError(MiniInferError):
 
 
 class EngineDeadError(MiniInferError):
-    """The engine stopped after a fault; it serves no further request."""
+    """The engine stopped after a fault. A server starts another one, or ends."""
 
     status = 503
+    retry_after = 2
+    """Seconds after which it is worth another try."""
 
 
 class UnavailableError(MiniInferError):

@@ -136,7 +136,7 @@ Subscriber = Callable[[Event], None]
 
 
 class EventStream:
-    """Hands each event to who listens to its type, in order, on the engine's thread."""
+    """Hands each event to who listens to its type, in order, on the emitter's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
@@ -147,7 +147,7 @@ class EventStream:
     def subscribe(self, subscriber: Subscriber, *kinds: type[Event]) -> None:
         """Hears events of these types and of those derived from them, or without any, all."""
         self._subscriptions.append((subscriber, kinds or (Event,)))
-        self._listeners = {}  # a new one: the engine's thread may be filling the old one
+        self._listeners = {}  # a new one: another thread may be filling the old one
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         self._subscriptions = [item for item in self._subscriptions if item[0] != subscriber]

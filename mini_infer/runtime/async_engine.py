@@ -182,7 +182,7 @@ class AsyncEngine:
                 for item in request.requests
                 if request.request_id not in self._consumers
             )
-            self._check_alive()
+            self.check_alive()
             for request_id in prompts:
                 if request_id in self._consumers:
                     raise InvalidRequestError(f"request id {request_id!r} is in use", "request_id")
@@ -203,10 +203,15 @@ class AsyncEngine:
                 timer.cancel()
             self._abandon(consumer)
 
+    def check_alive(self) -> None:
+        """Raises EngineDeadError while there is no engine, which says why."""
+        if self._death:
+            raise EngineDeadError(self._death)
+
     def check_open(self) -> None:
         """Raises UnavailableError once ``drain`` was called or while too many choices wait, and
         EngineDeadError while there is no engine: what is expensive to prepare asks first."""
-        self._check_alive()
+        self.check_alive()
         if self._draining:
             raise UnavailableError("the server is shutting down: send the request to another one")
         self._waiting_room.check()
@@ -346,10 +351,6 @@ class AsyncEngine:
 
     # --- the engine's life
 
-    def _check_alive(self) -> None:
-        if self._death:
-            raise EngineDeadError(self._death)
-
     def _listen_to(self, host: EngineHost) -> None:
         assert self._loop is not None
         self._host = host
@@ -361,7 +362,7 @@ class AsyncEngine:
             self._client.send(message)
 
     async def _call(self, function: str, *arguments: str) -> str | None:
-        self._check_alive()
+        self.check_alive()
         self.start()
         assert self._client is not None
         return await self._client.call(function, *arguments)

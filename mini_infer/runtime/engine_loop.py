@@ -1,6 +1,5 @@
 """Serves an ``EngineCore`` to the other end of a link: messages in, one message a step out."""
 
-import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -141,9 +140,3 @@ class EngineLoop:
         self._events.clear()  # the list itself is subscribed
         self._link.send(News(updates, events, self._refusals, self._unqueued))
         self._refusals, self._unqueued = [], []
-
-
-def serve_core(core: EngineCore, link: Link[ToServer, ToEngine]) -> None:
-    """Runs an ``EngineLoop`` whose failures the other end is told, and nobody else."""
-    with contextlib.suppress(Exception):
-        EngineLoop(core, link).run()

@@ -59,14 +59,13 @@ def main() -> None:
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.connect(endpoint)
-    try:
-        _serve(options, to_server(socket))
-    finally:
-        socket.close()
-        context.term()
+    exit_code = _serve(options, to_server(socket))
+    socket.close()
+    context.term()
+    sys.exit(exit_code)
 
 
-def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine]) -> None:
+def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine]) -> int:
     try:
         config, executor, tokenizer = resolve_engine(options)
         # A grammar is compiled for a vocabulary; nothing else here knows of text.
@@ -77,9 +76,13 @@ def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine]) -> None:
         if os.environ.get(DEBUG, "") not in ("", "0"):  # the server has the error's text only
             traceback.print_exc()
         link.send(Failed(Failure.of(error)))
-        return
+        return 1
     link.send(Loaded(core.config))
-    EngineLoop(core, link).run()
+    try:
+        EngineLoop(core, link).run()
+    except Exception:  # which the log has, and the server
+        return 1
+    return 0
 
 
 def _end_with_parent(endpoint: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +28,7 @@ MAX_STEPS_BEHIND = 16
 STOP_GRACE = 3.0
 """Seconds that an engine that was told to stop may take, before it is killed."""
 POLL_MS = 50
+STOP_POLL_MS = 5
 
 
 class EngineHost(Protocol):
@@ -137,8 +139,10 @@ class EngineProcess:
                 return
             if self._process.poll() is None:
                 self.link.send(Stop())
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(STOP_GRACE)
+                deadline = time.monotonic() + STOP_GRACE
+                while self._process.poll() is None and time.monotonic() < deadline:
+                    if self.link.socket.poll(STOP_POLL_MS):  # it may wait to be read
+                        self.link.socket.recv()
             self._clean_up()
 
     def _clean_up(self) -> None:

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from mini_infer.core.errors import (
+    EngineDeadError,
     InvalidRequestError,
     MiniInferError,
     ModelNotFoundError,
@@ -126,7 +127,7 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(MiniInferError)
     async def on_typed_error(request: Request, error: MiniInferError) -> JSONResponse:
         headers = {}
-        if isinstance(error, UnavailableError):
+        if isinstance(error, UnavailableError | EngineDeadError):
             headers["retry-after"] = str(error.retry_after)
         return JSONResponse(to_error_object(error), error.status, headers)
 

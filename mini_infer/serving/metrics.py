@@ -1,7 +1,8 @@
 """``/metrics``: what the event stream told, under vLLM's names, so that dashboards carry over.
 
-One subscriber counts in plain Python on the engine's thread. prometheus_client, which takes a
-hundred milliseconds to import, only formats, and is imported by the first scrape.
+One subscriber counts in plain Python in the server's process, so that no step waits for it.
+prometheus_client, which takes a hundred milliseconds to import, only formats, and is imported by
+the first scrape.
 """
 
 from collections import Counter
@@ -107,9 +108,9 @@ class Totals:
 
 
 class EngineMetrics:
-    """Subscribes to one engine's events; ``observe`` runs on the engine's thread.
+    """Subscribes to one engine's events; ``observe`` runs where they are emitted.
 
-    ``render`` and ``totals`` may run on another: they read numbers that only grow, and at worst
+    ``render`` and ``totals`` may run on another thread: they read numbers that only grow, and at worst
     miss a step that is under way.
     """
 
@@ -153,7 +154,7 @@ class EngineMetrics:
             self._kv_usage,
         )
 
-    # --- engine's thread ---
+    # --- events ---
 
     def _on_tokens(self, event: TokensEmitted) -> None:
         progress = self._progress.get(event.request_id)

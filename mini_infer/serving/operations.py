@@ -7,7 +7,6 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import PlainTextResponse, Response
 
 from mini_infer import __version__
-from mini_infer.core.errors import EngineDeadError
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.serving.metrics import CONTENT_TYPE, EngineMetrics
 
@@ -19,8 +18,7 @@ def add_operations(
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        if not engine.healthy:
-            raise EngineDeadError("the engine is not running; restart the server")
+        engine.check_alive()
         return {"status": "ok"}
 
     app.get("/ping")(health)  # what Amazon SageMaker asks

@@ -130,7 +130,7 @@ class _Caller:
 
 
 class RequestSpans:
-    """Implements ``Spans``. The engine's thread only notes what happened."""
+    """Implements ``Spans``. What happens is only noted; spans are made later."""
 
     def __init__(self, tracer: "Tracer", events: EventStream, model: str) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -155,7 +155,7 @@ class RequestSpans:
         while len(self._expected) > MAX_EXPECTED:
             self._expected.pop(next(iter(self._expected)), None)
 
-    # --- engine's thread ---
+    # --- events ---
 
     def _observe(self, event: Event) -> None:
         assert isinstance(event, Queued | Admitted | Preempted | Finished | Answered)

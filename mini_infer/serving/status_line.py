@@ -1,7 +1,7 @@
 """The log line of a server that works: load, throughput and caches, every few seconds.
 
 It counts nothing: a thread that sleeps reads the totals that ``EngineMetrics`` heard from the event
-stream, and logs what they gained since it last looked. The engine's thread does nothing for it.
+stream, and logs what they gained since it last looked. The event loop does nothing for it.
 """
 
 import logging

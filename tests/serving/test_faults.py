@@ -93,6 +93,8 @@ def test_a_killed_engine_is_an_error_in_the_stream_and_serves_again() -> None:
         assert "was killed by SIGKILL and is being restarted" in fault["message"]
         health, refused = running.client.get("/health"), running.chat()
         assert health.status_code == refused.status_code == 503
+        assert refused.headers["retry-after"] == "2"
+        assert "is being restarted" in health.json()["error"]["message"]
         assert refused.json()["error"]["type"] == "service_unavailable_error"
         wait_for(lambda: is_well(running))
         assert running.chat().status_code == 200
