@@ -110,8 +110,8 @@ class Totals:
 class EngineMetrics:
     """Subscribes to one engine's events; ``observe`` runs where they are emitted.
 
-    ``render`` and ``totals`` may run on another thread: they read numbers that only grow, and at worst
-    miss a step that is under way.
+    ``render`` and ``totals`` may run on another thread: they read numbers that only grow, and at
+    worst miss a step that is under way.
     """
 
     def __init__(self, config: EngineConfig) -> None:
