@@ -13,7 +13,12 @@ import triton
 from torch import Tensor
 
 from mini_infer.kernels.reference import Norm
-from mini_infer.kernels.triton.launch import power_of_two, shared_memory, starts_early
+from mini_infer.kernels.triton.launch import (
+    num_sms,
+    power_of_two,
+    shared_memory,
+    starts_early,
+)
 from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.skinny_tiles import tile_kernel
 from mini_infer.kernels.triton.skinny_vector import vector_kernel
@@ -23,6 +28,8 @@ from mini_infer.kernels.triton.skinny_vector import vector_kernel
 VECTOR_ROWS = 2
 """Up to here every product is ours; in float32 there is no more."""
 NARROW_VECTOR_ROWS = 4
+LONG_ROWS = 8
+"""Up to here products of few long lines are ours, too."""
 MAX_ROWS = 32
 WIDE = 16384
 """Lines of weights from which on there are waves of programs, and no start or end shows."""
@@ -33,6 +40,8 @@ FUSED_NORM_ROWS = 2
 PROGRAMS = 256
 """Two for each processor, about."""
 MIN_TILE_ROWS = 8
+MAX_PER_SM = 4
+"""Programs that share a processor's memory: beyond, there are waves."""
 
 
 class VectorPlan(NamedTuple):
@@ -50,6 +59,7 @@ class TilePlan(NamedTuple):
     lines: int
     tile_k: int
     parts: int
+    held: int
     splits: int
     stages: int
     num_warps: int
@@ -62,9 +72,9 @@ def is_skinny(num_rows: int, weight: Tensor) -> bool:
         return False
     if size % 16 != 0 or not weight.is_contiguous() or num_rows == 0:
         return False
-    if weight.dtype == torch.float32 or not (lines >= WIDE or size <= SHORT):
+    if weight.dtype == torch.float32:
         return num_rows <= VECTOR_ROWS
-    return num_rows <= MAX_ROWS
+    return num_rows <= (MAX_ROWS if lines >= WIDE or size <= SHORT else LONG_ROWS)
 
 
 def linear(
@@ -96,16 +106,30 @@ def gated_linear(
 def plan(num_rows: int, lines: int, size: int) -> VectorPlan | TilePlan:
     """The measured best division of a product ``[num_rows, size] x [lines, size].T``."""
     wide = lines >= WIDE
-    if num_rows <= VECTOR_ROWS or (num_rows <= NARROW_VECTOR_ROWS and not wide):
+    if num_rows <= VECTOR_ROWS or (num_rows <= NARROW_VECTOR_ROWS and size <= SHORT and not wide):
         return _vector_plan(num_rows, lines, size)
-    if wide:
-        return TilePlan(16, 64, 4, 1, 3, 4) if num_rows <= 8 else TilePlan(64, 128, 1, 1, 4, 4)
-    tile_lines = 16 if num_rows <= 16 else 32
-    fill = min(8, size // 256, PROGRAMS * tile_lines // lines)  # splits, if tiles alone are few
-    splits = 1 << (max(fill, 1).bit_length() - 1)
-    if num_rows <= 16:
-        return TilePlan(tile_lines, 128, 2, splits, 5, 2)
-    return TilePlan(tile_lines, 128, 1, splits, 6, 4)
+    if wide:  # waves of programs: nothing to hold while a predecessor ends
+        few = num_rows <= 8
+        return TilePlan(16, 64, 4, 0, 1, 3, 4) if few else TilePlan(64, 64, 1, 0, 1, 6, 4)
+    if num_rows > 8:
+        tile_lines = 16 if num_rows <= 16 else 32
+        fill = min(8, size // 256, PROGRAMS * tile_lines // lines)  # splits, if tiles are few
+        splits = 1 << (max(fill, 1).bit_length() - 1)
+        if num_rows <= 16:
+            return TilePlan(tile_lines, 128, 2, 0, splits, 5, 2)
+        return TilePlan(tile_lines, 128, 1, 0, splits, 6, 4)
+    tiles = triton.cdiv(lines, 16)
+    if tiles <= PROGRAMS // 4 and size <= 2048:
+        return TilePlan(16, 64, 8, _held(size, 8), 1, 2, 8)
+    splits = max(1, min(PROGRAMS // tiles, size // 1024)) if size > 2048 else 1
+    held = _held(size // splits, 4) if size % (16 * splits) == 0 else 0
+    return TilePlan(16, 64, 4, held, splits, 5, 4)
+
+
+def _held(span: int, parts: int) -> int:
+    """Values of a span that are asked for early: a power of two a part, which a dot can take."""
+    each = 1 << (min(span // parts, 256).bit_length() - 1)
+    return each * parts if each >= 16 else 0
 
 
 def _vector_plan(num_rows: int, lines: int, size: int) -> VectorPlan:
@@ -169,7 +193,15 @@ def _multiply(
         )
         return out
     tile_m = max(MIN_TILE_ROWS, power_of_two(num_rows))
-    stage = (tile_m + chosen.lines) * chosen.parts * chosen.tile_k * x.element_size()
+    per_sm = min(triton.cdiv(tiles * chosen.splits, num_sms(x.device)), MAX_PER_SM)
+    room = shared_memory(x.device) // per_sm
+    line_bytes, row_bytes = chosen.lines * x.element_size(), tile_m * x.element_size()
+    held = chosen.held
+    while held * (line_bytes + row_bytes) > room:
+        held //= 2
+    step_bytes = chosen.parts * chosen.tile_k * (line_bytes + row_bytes)
+    buffers = (room - held * line_bytes) // step_bytes
+    steps = triton.cdiv(size // chosen.splits - held, chosen.parts * chosen.tile_k)
     partial, count = x, x  # not used
     if chosen.splits > 1:
         shape = (tiles, chosen.splits, tile_m, chosen.lines)
@@ -186,8 +218,9 @@ def _multiply(
         num_outputs,
         tile_m=tile_m,
         parts=chosen.parts,
+        held=held,
         splits=chosen.splits,
-        stages=max(1, min(chosen.stages, shared_memory(x.device) // stage)),
+        stages=max(1, min(chosen.stages, buffers + 1, steps + 1)),
         **common,
     )
     return out

@@ -21,6 +21,7 @@ def tile_kernel(
     lines: tl.constexpr,
     tile_k: tl.constexpr,
     parts: tl.constexpr,
+    held: tl.constexpr,
     splits: tl.constexpr,
     stages: tl.constexpr,
     has_bias: tl.constexpr,
@@ -30,51 +31,72 @@ def tile_kernel(
 ):
     """The products of all rows with ``lines`` lines of weights. Grid: (tiles of outputs, splits).
 
-    With ``parts`` the product is a batch of products over parts of k, one to a warp: so few lines
-    are enough for a program that no warp repeats what another does. ``splits`` cut k over programs
-    where outputs are few: the last to arrive sums ``partial [tiles, splits, tile_m, lines]`` in
-    order, so that results do not depend on who that is.
+    The weights are the left operand: tensor cores take 16 rows or more of that one, and 8 of the
+    other. With ``parts`` the product is a batch of products over parts of k, one to a warp: so few
+    lines are enough for a program that no warp repeats what another does.
+
+    The last ``held`` values of each line are asked for before the wait, and multiplied last. The
+    asynchronous copies of the loop cannot begin before the wait: Triton begins those of weights and
+    of activations together.
+
+    ``splits`` cut k over programs where outputs are few: the last to arrive sums ``partial [tiles,
+    splits, tile_m, lines]`` in order, so that results do not depend on who that is.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     step: tl.constexpr = parts * tile_k
-    span: tl.constexpr = (size + step * splits - 1) // (step * splits) * step
+    span: tl.constexpr = (size + 16 * splits - 1) // (16 * splits) * 16
+    tile_h: tl.constexpr = held // parts if held else 16
     begin = tl.program_id(1) * span
-    end = tl.minimum(begin + span, size)
+    end = tl.minimum(begin + span, size) - held
     first = tl.program_id(0) * (lines // 2 if gated else lines)
-    column = tl.arange(0, lines)
-    n = first + (column // 2 if gated else column)
-    source = n + (column % 2 * num_outputs if gated else 0)
+    line = tl.arange(0, lines)
+    n = first + (line // 2 if gated else line)
+    is_output = n < num_outputs
+    source = (n + (line % 2 * num_outputs if gated else 0)).to(tl.int64) * size
     row = tl.arange(0, tile_m)
     if parts > 1:
-        part = tl.arange(0, parts)[:, None, None] * tile_k
-        k_x = part + tl.arange(0, tile_k)[None, None, :]
-        k_w = part + tl.arange(0, tile_k)[None, :, None]
-        row = row[None, :, None]
-        is_output = (n < num_outputs)[None, None, :]
-        source = source[None, None, :]
-        acc = tl.zeros([parts, tile_m, lines], tl.float32)
+        part = tl.arange(0, parts)[:, None, None]
+        k_w = part * tile_k + tl.arange(0, tile_k)[None, None, :]
+        k_x = part * tile_k + tl.arange(0, tile_k)[None, :, None]
+        held_w = part * tile_h + tl.arange(0, tile_h)[None, None, :]
+        held_x = part * tile_h + tl.arange(0, tile_h)[None, :, None]
+        weights = weight_ptr + source[None, :, None]
+        is_output = is_output[None, :, None]
+        row = row[None, None, :]
+        acc = tl.zeros([parts, lines, tile_m], tl.float32)
     else:
-        k_x = tl.arange(0, tile_k)[None, :]
-        k_w = tl.arange(0, tile_k)[:, None]
-        row = row[:, None]
-        is_output = (n < num_outputs)[None, :]
-        source = source[None, :]
-        acc = tl.zeros([tile_m, lines], tl.float32)
+        k_w = tl.arange(0, tile_k)[None, :]
+        k_x = tl.arange(0, tile_k)[:, None]
+        held_w = tl.arange(0, tile_h)[None, :]
+        held_x = tl.arange(0, tile_h)[:, None]
+        weights = weight_ptr + source[:, None]
+        is_output = is_output[:, None]
+        row = row[None, :]
+        acc = tl.zeros([lines, tile_m], tl.float32)
     is_row = row < num_rows
-    weights = weight_ptr + source.to(tl.int64) * size
+    values = x_ptr + row * size
+    if held > 0:
+        last_w = tl.load(
+            weights + end + held_w, mask=is_output, other=0.0, eviction_policy="evict_first"
+        )
+    if early:
+        tl.extra.cuda.gdc_wait()
     for start in tl.range(begin, end, step, num_stages=stages):
         wanted = is_output
         present = is_row
-        if size % step != 0:
-            wanted = is_output & (k_w < size - start)
-            present = is_row & (k_x < size - start)
+        if (span - held) % step != 0 or size % span != 0:
+            wanted = is_output & (k_w < end - start)
+            present = is_row & (k_x < end - start)
         w = tl.load(weights + start + k_w, mask=wanted, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + row * size + start + k_x, mask=present, other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        x = tl.load(values + start + k_x, mask=present, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    if held > 0:
+        last_x = tl.load(values + end + held_x, mask=is_row, other=0.0)
+        acc = tl.dot(last_w, last_x, acc, input_precision="ieee")
     if parts > 1:
         acc = tl.sum(acc, 0)
+    acc = tl.trans(acc)
     is_last = True
     if splits > 1:
         place = tl.arange(0, tile_m)[:, None] * lines + tl.arange(0, lines)[None, :]
