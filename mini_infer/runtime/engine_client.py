@@ -18,6 +18,7 @@ from mini_infer.runtime.engine_messages import (
     Failed,
     Listen,
     Loaded,
+    Located,
     News,
     ToEngine,
     ToServer,
@@ -45,6 +46,11 @@ class ServerEvents(EventStream):
 
     def wanted(self) -> Listen:
         return Listen([number for number, kind in enumerate(EVENT_KINDS) if self.wants(kind)])
+
+
+MESSAGES_A_TURN = 4
+"""Of an engine that is ahead of its server: what they bring for one stream is sent at once then,
+which lets the server catch up, and a turn is still short."""
 
 
 class EngineClient:
@@ -103,17 +109,18 @@ class EngineClient:
 
     def _read_soon(self) -> None:
         """ZeroMQ's descriptor tells of changes only, and sending may swallow one: look each time.
-        One message a turn, so that a quick engine leaves the loop to others."""
+        Few messages a turn, so that a quick engine leaves the loop to others."""
         if not (self._reading or self._ended):
             self._reading = True
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
         self._reading = False
-        if self._ended or not self.host.link.readable:
-            return
+        for _ in range(MESSAGES_A_TURN):
+            if self._ended or not self.host.link.readable:
+                return
+            self._take_in(self.host.link.receive())
         self._read_soon()
-        self._take_in(self.host.link.receive())
 
     def _take_in(self, message: ToServer) -> None:
         match message:
@@ -133,7 +140,7 @@ class EngineClient:
                     answer.set_result(message.result)
             case Failed():
                 self._end(f"failed ({message.failure.kind})")
-            case Loaded():
+            case Located() | Loaded():
                 raise AssertionError("a host is loaded already")
 
     def _watch(self) -> None:
