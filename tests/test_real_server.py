@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 pytestmark = pytest.mark.real_model
@@ -58,6 +59,17 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 def joined(response: httpx.Response) -> str:
     return "".join(event["choices"][0]["delta"].get("content") or "" for event in events(response))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory maps")
+def test_torch_is_in_the_engines_process_only(url: str) -> None:
+    [server] = [child for child in psutil.Process().children() if "serve" in child.cmdline()]
+    [engine] = server.children()
+    has_torch = [
+        any("libtorch" in library.path for library in process.memory_maps())
+        for process in (server, engine)
+    ]
+    assert has_torch == [False, True]
 
 
 def test_an_answer_by_plain_http(url: str) -> None:

@@ -1,14 +1,13 @@
 """The engine's process: loads a model, then serves it to the process that started this one.
 
-    python -c "..." ENDPOINT MODULE
+    python -c "..." ENDPOINT
 
-``EngineProcess`` starts it, and ``MODULE`` is what it imports while it waits for its first line of
-standard input: option names of ``EngineConfig``, as JSON. Then standard input is the parent's
-lifeline: it ends when the parent does, however that ends, and this process with it.
+``EngineProcess`` starts it. The first line of standard input has option names of ``EngineConfig``,
+as JSON. From then on standard input is the parent's lifeline: it ends when the parent does, however
+that ends, and this process with it.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -28,12 +27,13 @@ from mini_infer.runtime.engine_messages import (
     Failure,
     Link,
     Loaded,
+    Located,
     ToEngine,
     ToServer,
     to_server,
 )
 from mini_infer.runtime.grammar_compiler import GrammarCompiler
-from mini_infer.runtime.resolve import resolve_engine
+from mini_infer.runtime.resolve import load_tokenizer, locate_tokenizer, resolve_core
 
 MAX_STEPS_AHEAD = 16
 """Messages that wait for a server that is slower than its engine, before steps wait for it. Each
@@ -44,12 +44,10 @@ RECONNECT_MS = 5
 
 def main() -> None:
     """Runs until the server says so, or is gone."""
-    endpoint, preload = sys.argv[1:3]
+    endpoint = sys.argv[1]
     # Ctrl-C and a service manager's SIGTERM are the server's to obey: it tells us when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(ImportError):  # while the server looks for the model
-        importlib.import_module(preload)
     options = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, args=(endpoint,), daemon=True).start()
     context = zmq.Context()
@@ -67,7 +65,10 @@ def main() -> None:
 
 def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine]) -> int:
     try:
-        config, executor, tokenizer = resolve_engine(options)
+        folder = locate_tokenizer(options)
+        link.send(Located(None if folder is None else str(folder)))
+        config, executor = resolve_core(options)
+        tokenizer = load_tokenizer(folder)
         # A grammar is compiled for a vocabulary; nothing else here knows of text.
         core = EngineCore(config, executor, grammars=GrammarCompiler(config, tokenizer))
         if not config.dry_run:

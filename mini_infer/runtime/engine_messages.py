@@ -4,7 +4,7 @@
 
     server                                     engine
       Add, Finish, Listen, Call, Stop ──►
-                   ◄── Loaded, News (one a step), Answer, Failed
+          ◄── Located, Loaded, News (one a step), Answer, Failed
 
 A message is a MessagePack array, its kind first. Both ends are of one version, since one starts the
 other, so nothing is negotiated.
@@ -165,6 +165,13 @@ class Failure(msgspec.Struct, array_like=True):
         return RuntimeError(f"{self.kind}: {self.message}")
 
 
+class Located(msgspec.Struct, tag=True, array_like=True):
+    """Where the tokenizer is, for the server to load while the engine loads the rest; None where
+    bytes are tokens."""
+
+    folder: str | None
+
+
 class Loaded(msgspec.Struct, tag=True, array_like=True):
     """The model stands; every ``auto`` of its configuration is decided."""
 
@@ -200,7 +207,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     failure: Failure | None = None
 
 
-ToServer = Loaded | Failed | News | Answer
+ToServer = Located | Loaded | Failed | News | Answer
 
 
 class Link(Generic[Sent, Received]):

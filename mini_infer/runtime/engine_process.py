@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mini_infer.core.errors import EngineDeadError
@@ -57,20 +58,22 @@ class EngineProcess:
     config: "EngineConfig"
     link: "Link[ToEngine, ToServer]"
 
-    def __init__(self, *, dry_run: bool) -> None:
-        """Starts the process, which takes a while: do something else before ``finish``."""
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Starts the process, to build an engine from option names of ``EngineConfig``. That takes
+        a while: do something else before ``locate``."""
         self._folder = tempfile.mkdtemp(prefix="mini-infer-")  # for this user only
         self._endpoint = f"ipc://{self._folder}/engine"
-        module = "dry_run" if dry_run else "local_executor"
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", PROGRAM, self._endpoint, f"mini_infer.runtime.{module}"),
-                "\n".join(sys.path),
-            ],
+            [sys.executable, "-c", PROGRAM, self._endpoint, "\n".join(sys.path)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
         self._closing = threading.Lock()
+        line = json.dumps(dict(options), default=str) + "\n"
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ``locate`` tells of its end
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
@@ -81,33 +84,43 @@ class EngineProcess:
         self._process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def begin(self, options: Mapping[str, Any]) -> None:
-        """Has it build an engine from option names of ``EngineConfig``."""
-        line = json.dumps(dict(options), default=str) + "\n"
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # ``finish`` tells of its end
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
-
-    def finish(self) -> "EngineConfig":
-        """Waits until the engine is loaded.
+    def locate(self) -> Path | None:
+        """Waits until the model is there, which may have to be fetched. Returns the folder of its
+        tokenizer, for ``load_tokenizer``.
 
         Raises:
-            MiniInferError: an option, the model or its weights can't be used.
+            MiniInferError: an option or the model can't be used.
             EngineDeadError: the process ended, without another word.
         """
         import zmq  # after the process was started, as are the messages
 
-        from mini_infer.runtime.engine_messages import Failed, Loaded, to_engine
+        from mini_infer.runtime.engine_messages import Located, to_engine
+
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self.link = to_engine(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # the event loop must not wait
+        socket.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
+        socket.bind(self._endpoint)
+        message = self._next_message()
+        assert isinstance(message, Located)
+        return None if message.folder is None else Path(message.folder)
+
+    def finish(self) -> "EngineConfig":
+        """Waits until the engine is loaded; raises what ``locate`` does, and what loading does."""
+        from mini_infer.runtime.engine_messages import Loaded
+
+        message = self._next_message()
+        assert isinstance(message, Loaded)
+        self.config = message.config
+        return message.config
+
+    def _next_message(self) -> "ToServer":
+        """Of an engine that is being loaded; where there is none, the process is cleared away."""
+        from mini_infer.runtime.engine_messages import Failed
 
         try:
-            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-            self.link = to_engine(socket)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)  # the event loop must not wait
-            socket.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
-            socket.bind(self._endpoint)
-            while not socket.poll(POLL_MS):
+            while not self.link.socket.poll(POLL_MS):
                 if self._process.poll() is not None and not self.link.readable:
                     raise EngineDeadError(
                         f"the engine's process {self.wait()} while it loaded the model; its "
@@ -116,12 +129,10 @@ class EngineProcess:
             message = self.link.receive()
             if isinstance(message, Failed):
                 raise message.failure.to_exception()
-            assert isinstance(message, Loaded)
         except BaseException:
             self._clean_up()
             raise
-        self.config = message.config
-        return message.config
+        return message
 
     def wait(self) -> str:
         code = self._process.wait()
@@ -165,6 +176,7 @@ class EngineStarter:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
         self._process: EngineProcess | None = None
+        self._is_located = False
         self._cancelled = False
 
     def __enter__(self) -> "EngineStarter":
@@ -173,27 +185,30 @@ class EngineStarter:
     def __exit__(self, *exception: object) -> None:
         self.cancel()
 
-    def spawn(self) -> None:
+    def spawn(self) -> EngineProcess:
         """Starts a process for the next ``start``."""
-        dry_run = bool(self.options.get("dry_run"))
-        self._process = EngineProcess(dry_run=dry_run)
-        if dry_run:  # else the server fetches the model first
-            self._process.begin(self.options)
+        self._process = EngineProcess(self.options)
+        return self._process
+
+    def locate(self) -> Path | None:
+        """``EngineProcess.locate`` of the process for the next ``start``, which goes on loading."""
+        process = self._process or self.spawn()
+        if self._cancelled:
+            process.kill()
+        folder = process.locate()
+        self._is_located = True
+        return folder
 
     def start(self) -> EngineProcess:
-        """A loaded engine; see ``EngineProcess.finish`` for what it raises. On whatever thread."""
-        if self._process is None:
-            self.spawn()
-        process = self._process
-        assert process is not None
+        """A loaded engine; raises what ``EngineProcess.finish`` does. On whatever thread."""
         try:
-            if self._cancelled:
-                process.kill()
-            if not self.options.get("dry_run"):
-                process.begin(self.options)
+            if not self._is_located:
+                self.locate()
+            process = self._process
+            assert process is not None
             config = process.finish()
         finally:
-            self._process = None
+            self._process, self._is_located = None, False
         if self._cancelled:
             process.close()
         # Another one has to have as many, as the server promised its callers that room.

@@ -48,7 +48,7 @@ def resolve_engine(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor, 
         ModelNotFoundError, UnsupportedModelError: the model can't be used.
     """
     config, executor = resolve_core(options)
-    return config, executor, resolve_tokenizer(options)
+    return config, executor, load_tokenizer(locate_tokenizer(options))
 
 
 def resolve_core(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor]:
@@ -66,19 +66,28 @@ def resolve_core(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor]:
     return config, LocalExecutor(config, files)
 
 
-def resolve_tokenizer(options: Mapping[str, Any]) -> Tokenizer:
-    """The other half, without torch."""
-    from mini_infer.runtime.byte_tokenizer import ByteTokenizer
-
+def locate_tokenizer(options: Mapping[str, Any]) -> Path | None:
+    """The folder of the model's tokenizer, fetching the model the first time; None where bytes are
+    tokens. Another process can go on from here with ``load_tokenizer``, which needs no torch."""
     given = parse_options(options)
     if given["dry_run"]:
-        return ByteTokenizer()
+        return None
     from mini_infer.modeling.model_files import locate_model
-    from mini_infer.runtime.tokenizer import HFTokenizer
 
     folder = locate_model(given["model"]).folder
     if given["load_format"] == "dummy" and not (folder / "tokenizer.json").exists():
-        return ByteTokenizer()  # random weights need no words
+        return None  # random weights need no words
+    return folder
+
+
+def load_tokenizer(folder: Path | None) -> Tokenizer:
+    """The tokenizer that ``locate_tokenizer`` found."""
+    if folder is None:
+        from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+
+        return ByteTokenizer()
+    from mini_infer.runtime.tokenizer import HFTokenizer
+
     return HFTokenizer.from_folder(folder)
 
 

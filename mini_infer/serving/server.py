@@ -20,7 +20,7 @@ except ImportError as error:
 
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine_process import EngineStarter
-from mini_infer.runtime.resolve import resolve_tokenizer
+from mini_infer.runtime.resolve import load_tokenizer
 from mini_infer.serving.connections import HalfOpen, half_open_limit, raise_descriptor_limit
 from mini_infer.serving.listener import bind, url_of
 from mini_infer.serving.metrics import EngineMetrics
@@ -50,8 +50,7 @@ def run_server(
         _log_to_stderr(access_logger)
     if options.log_interval:
         _log_to_stderr(status_logger)
-    # First here: what has to be fetched is fetched once.
-    tokenizer = resolve_tokenizer(starter.options)
+    tokenizer = load_tokenizer(starter.locate())  # while the engine loads the weights
     engine = AsyncEngine(
         starter.start(),
         tokenizer,

@@ -22,7 +22,7 @@ from mini_infer.runtime import engine_restarts
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.engine_process import EngineProcess, EngineStarter
-from mini_infer.runtime.resolve import resolve_tokenizer
+from mini_infer.runtime.resolve import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -39,7 +39,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def running(options: Mapping[str, Any], **more: Any) -> AsyncIterator[AsyncEngine]:
     starter = EngineStarter(options)
-    tokenizer = resolve_tokenizer(options)
+    tokenizer = load_tokenizer(starter.locate())
     engine = AsyncEngine(starter.start(), tokenizer, starter=starter, **more)
     engine.start()
     try:
@@ -286,9 +286,9 @@ def test_an_engine_does_not_outlive_its_server(loading: bool) -> None:
     program = f"""
 import os, signal
 from mini_infer.runtime.engine_process import EngineProcess
-process = EngineProcess(dry_run=True)
+process = EngineProcess({{"dry_run": True}})
 if not {loading}:
-    process.begin({{"dry_run": True}})
+    process.locate()
     process.finish()
 print(process.pid, process._folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
