@@ -43,7 +43,9 @@ def test_linear(
 
 @BY_DTYPE
 @BY_ROWS
-@pytest.mark.parametrize(("num_outputs", "size"), [(3584, 3584), (3584, 18944), (1024, 2048)])
+@pytest.mark.parametrize(
+    ("num_outputs", "size"), [(3584, 3584), (3584, 18944), (1024, 2048), (1024, 3072)]
+)
 def test_add_linear(num_outputs: int, size: int, num_rows: int, dtype: torch.dtype) -> None:
     x, weight = random(num_rows, size, dtype=dtype), random(num_outputs, size, dtype=dtype)
     residual = random(num_rows, num_outputs, dtype=dtype)
