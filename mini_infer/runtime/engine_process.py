@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ STOP_GRACE = 3.0
 """Seconds that an engine that was told to stop may take, before it is killed."""
 POLL_MS = 50
 STOP_POLL_MS = 5
+MAX_FOLDER_BYTES = 70
 
 
 class EngineHost(Protocol):
@@ -61,11 +63,14 @@ class EngineProcess:
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Starts the process, to build an engine from option names of ``EngineConfig``. That takes
         a while: do something else before ``locate``."""
-        self._folder = tempfile.mkdtemp(prefix="mini-infer-")  # for this user only
+        # For this user only. The path of a socket has some 100 bytes.
+        is_long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES
+        self._folder = tempfile.mkdtemp(prefix="mini-infer-", dir="/tmp" if is_long else None)
         self._endpoint = f"ipc://{self._folder}/engine"
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, self._endpoint, "\n".join(sys.path)],
             stdin=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
         )
         self._closing = threading.Lock()
@@ -73,7 +78,6 @@ class EngineProcess:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ``locate`` tells of its end
             self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
