@@ -9,6 +9,7 @@ from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.engine_loop import EngineLoop
+from mini_infer.runtime.engine_main import MAX_STEPS_AHEAD
 from mini_infer.runtime.engine_messages import Stop, to_engine, to_server
 from mini_infer.runtime.engine_process import MAX_STEPS_BEHIND
 
@@ -23,9 +24,11 @@ class ThreadHost:
         context = zmq.Context.instance()
         ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         endpoint = f"inproc://engine-{next(NUMBERS)}"
-        theirs.setsockopt(zmq.SNDHWM, MAX_STEPS_BEHIND)
+        theirs.setsockopt(zmq.SNDHWM, MAX_STEPS_AHEAD)
+        theirs.setsockopt(zmq.RCVHWM, 0)
         theirs.bind(endpoint)
         ours.setsockopt(zmq.SNDHWM, 0)
+        ours.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
         ours.connect(endpoint)
         self.link = to_engine(ours)
         self._closing = threading.Lock()
