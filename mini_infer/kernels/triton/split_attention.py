@@ -73,7 +73,7 @@ def plan_splits(
     elif units <= sms // 4:
         programs, most_keys, num_warps, num_stages = 2 * sms, 64, 4, 2
     elif units <= sms:
-        programs, most_keys, num_warps, num_stages = sms, 128, 4, 3
+        programs, most_keys, num_warps, num_stages = sms, 128, 8, 3
     else:
         programs, most_keys, num_warps, num_stages = 4 * sms, 32, 2, 4
     aim = max(1, programs // num_kv_heads) if SPLITS else 1
