@@ -1,7 +1,7 @@
-"""Renders results/*.json as markdown: the tables of docs/benchmarks.md.
+"""Renders results/*.json as markdown: the tables of docs/results.md.
 
 python benchmarks/report.py                      # to standard output
-python benchmarks/report.py --into docs/benchmarks.md
+python benchmarks/report.py --into docs/results.md
 """
 
 import argparse
@@ -41,7 +41,7 @@ def render_all(results: dict[str, dict[str, Any]]) -> str:
     for heading, wanted in (("On a CPU", False), ("On a GPU", True)):
         chosen = {name: result for name, result in results.items() if _on_gpu(result) is wanted}
         if chosen:
-            parts += [f"### {heading}", *(render(name, chosen[name]) for name in chosen)]
+            parts += [f"## {heading}", *(render(name, chosen[name]) for name in chosen)]
     return "\n\n".join(parts)
 
 
@@ -55,8 +55,8 @@ def render(name: str, result: dict[str, Any]) -> str:
         rows = [{key: value for key, value in result.items() if _is_plain(value)}]
         rows[0].pop("benchmark", None)
         tables = [rows, *result.get("tables", {}).values()]
-        return "\n\n".join([f"#### {name}", *map(markdown_table, tables)])
-    lines = [f"#### {name}", "", _setup(result["setup"]), ""]
+        return "\n\n".join([f"### {name}", *map(markdown_table, tables)])
+    lines = [f"### {name}", "", _setup(result["setup"]), ""]
     lines.append(markdown_table(result["rows"]))
     if result["bars"]:
         lines.append("")

@@ -50,15 +50,15 @@ def test_every_result_is_rendered(results: Path, capsys: pytest.CaptureFixture[s
     assert "- llama.cpp: skipped" in text
     assert "prompt tokens 5; prefix cache off; P, 2 cores; torch 2.0; medians of 3" in text
     assert "QUICK RUN, not a result" in text
-    assert "#### startup\n\n| ratio | torch_imported |\n| --- | --- |\n| 1.25 | False |" in text
+    assert "### startup\n\n| ratio | torch_imported |\n| --- | --- |\n| 1.25 | False |" in text
 
 
 def test_results_of_a_gpu_come_last(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report.main(["--results", str(results)])
-    cpu, gpu = capsys.readouterr().out.split("### On a GPU")
-    assert "### On a CPU\n\n#### sorting" in cpu
-    assert "#### startup" in cpu
-    assert "#### gpu_throughput-model" in gpu
+    cpu, gpu = capsys.readouterr().out.split("## On a GPU")
+    assert "## On a CPU\n\n### sorting" in cpu
+    assert "### startup" in cpu
+    assert "### gpu_throughput-model" in gpu
     assert "G, 3 cores; the card's limits in the same run: read TB/s 4.5; torch 2.0" in gpu
     assert "| workload | of limit | other engine |" in gpu
     assert "| batch 1 | 0.912 | 207.6 |" in gpu
