@@ -140,11 +140,11 @@ class EngineCore:
             gc.unfreeze()
 
     def _next_batch(self) -> ScheduledBatch | None:
+        if self._trials.under_way and self._in_flight:
+            return None  # one by one, so that it is clear which step raised
         suspects = self._trials.next_group()
         if not suspects:
             return self.scheduler.schedule()
-        if self._in_flight:  # one by one, so that it is clear which step raised
-            return None
         batch = self.scheduler.schedule_only(suspects)
         if batch is None:
             self._trials.give_up()
@@ -204,7 +204,7 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
-            if not self._trials.next_group():  # else it is known already
+            if not self._trials.under_way:  # else it is known already
                 logger.exception("step %d failed; it held %d", batch.step_id, len(batch.chunks))
             return self._take_back(batch, error)
         self._in_flight.popleft()

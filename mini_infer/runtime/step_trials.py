@@ -24,8 +24,14 @@ class StepTrials:
         self._num_failures = 0
         """Steps that failed since the last that did not."""
 
+    @property
+    def under_way(self) -> bool:
+        """May there be suspects yet? While their step is in flight, ``next_group`` can't tell."""
+        return bool(self._groups)
+
     def next_group(self) -> list[Request]:
-        """Who may be in the next step, and nobody else; [] when there is no suspicion."""
+        """Who may be in the next step, and nobody else; [] when there is no suspicion. With no step
+        in flight: what one in flight computes would count as computed."""
         while self._groups:
             if group := self._suspects(self._groups[-1]):
                 return group

@@ -57,6 +57,19 @@ def test_only_the_guilty_request_fails(depth: int, at: int, stream: bool) -> Non
     check(run(engine), 8, set())
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_two_guilty_requests_are_found_in_one_trial(depth: int) -> None:
+    """All 8 raise together, then on each side a half, a quarter, and the guilty one."""
+    engine = fake_engine(depth=depth, num_kv_blocks=64, enable_prefix_caching=False)
+    executor_of(engine).poison = {"0": 10, "5": 10}
+    for index in range(8):
+        engine.add_request(str(index), prompt_of(index, 10), PARAMS)
+    outputs = run(engine)
+    ends = [outputs[str(index)].outputs[0].finish_reason for index in range(8)]
+    assert [str(index) for index, end in enumerate(ends) if end == "error"] == ["0", "5"]
+    assert executor_of(engine).num_failed == 7
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 12),
