@@ -173,7 +173,6 @@ class AsyncEngine:
         self._waiting_room.enter(num_choices)
         try:
             await self.input_processor.compile_grammar(params)
-            await self.input_processor.compile_grammar(params)
             processed = await run_off_loop(length, process_all)
             self.start()
             await self._choices.until_free(

@@ -104,12 +104,18 @@ class EngineProcess:
 
         from mini_infer.runtime.engine_messages import Located, to_engine
 
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self.link = to_engine(socket)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # the event loop must not wait
-        socket.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
-        socket.bind(self._endpoint)
+        try:
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+            self.link = to_engine(socket)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # the event loop must not wait
+            socket.setsockopt(zmq.RCVHWM, MAX_STEPS_BEHIND)
+            socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            self._clean_up()
+            raise EngineDeadError(
+                f"no socket to the engine's process can be made in {self._folder}: {error}"
+            ) from None
         message = self._next_message()
         assert isinstance(message, Located)
         return None if message.folder is None else Path(message.folder)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from mini_infer.core.errors import MiniInferError
 from mini_infer.runtime.engine_process import EngineHost
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,8 @@ class Restarts:
             self._num_restarts += 1
             try:
                 host = await asyncio.to_thread(self._starter.start)
-            except (MiniInferError, OSError, RuntimeError) as error:
-                how = f"could not be restarted: {error}"
+            except Exception as error:  # whatever it is, its callers must not wait for ever
+                how = f"could not be restarted: {str(error) or type(error).__name__}"
                 logger.error("the engine %s", how)
                 continue
             logger.warning("the engine runs again, with an empty cache")

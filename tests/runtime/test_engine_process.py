@@ -227,21 +227,29 @@ async def test_a_poison_request_fails_alone() -> None:
         assert engine.healthy
 
 
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (InvalidConfigError("the disk is gone"), "the disk is gone"),
+        (MemoryError(), "MemoryError"),
+        (KeyError("whatever"), "whatever"),
+    ],
+)
 async def test_an_engine_that_cannot_be_restarted_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, failure: Exception, why: str
 ) -> None:
     async with running(SLOW) as engine:
         starts: list[EngineStarter] = []
 
         def fail(starter: EngineStarter) -> EngineProcess:
             starts.append(starter)
-            raise InvalidConfigError("the disk is gone")
+            raise failure
 
         monkeypatch.setattr(EngineStarter, "start", fail)
         os.kill(process_of(engine).pid, signal.SIGKILL)
         await engine.given_up.wait()
         assert len(starts) == 5
-        with pytest.raises(EngineDeadError, match="the disk is gone; 5 restarts did not help"):
+        with pytest.raises(EngineDeadError, match=f"{why}.*; 5 restarts did not help"):
             await text_of(engine, "Hello")
 
 
@@ -262,6 +270,15 @@ async def test_shutdown_while_it_restarts_waits_for_nothing(
         os.kill(process_of(engine).pid, signal.SIGKILL)
         await until(lambda: engine._restarts._num_restarts == 1)
     await until(lambda: children() <= before)
+
+
+def test_an_engine_without_a_socket_is_ended() -> None:
+    before = children()
+    starter = EngineStarter({"dry_run": True})
+    Path(starter.spawn()._folder).rmdir()
+    with pytest.raises(EngineDeadError, match="no socket"):
+        starter.start()
+    assert children() <= before
 
 
 async def test_signals_are_the_servers_to_obey() -> None:
