@@ -80,15 +80,15 @@ class DecodeGraphs:
         max_rows = config.max_num_seqs
         device = state.device
         self.sizes = graph_sizes(max_rows)
-        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self._inputs = torch.zeros(2 * max_rows, dtype=torch.int64, device=device)
+        # Slots, starts, and whose turn it is among the results.
+        self._inputs = torch.zeros(2 * max_rows + 1, dtype=torch.int64, device=device)
         self._cu_seqlens_q = torch.arange(max_rows + 1, device=device)
         self._logits = logits
         # A step's tokens stay there until those of ``depth`` more steps came.
         shape = config.depth + 1, max_rows
         self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._num_replays = 0
-        self._expected: tuple[list[int], list[int]] = [], []
+        self._turn = 0
+        self._expected: tuple[list[int], list[int]] | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = pool
 
@@ -107,7 +107,6 @@ class DecodeGraphs:
             for size in bar:
                 self._write(size, [], [])
                 self._graphs[size] = record(partial(self._step, size), self._pool)
-        self._turn.zero_()
 
     def rehearse(self) -> None:
         """Launches the step of every size once, on the null slot, and records nothing."""
@@ -124,25 +123,33 @@ class DecodeGraphs:
         """
         num_rows = layout.num_rows
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        if (layout.slots, layout.starts) != self._expected:
+        # Where Ctrl-C cuts a step short, nobody knows what the device has counted: say it again.
+        expected, self._expected = self._expected, None
+        if (layout.slots, layout.starts) != expected:
             self._write(size, layout.slots, layout.starts)
-        self._expected = layout.slots, [start + 1 for start in layout.starts]
         self._graphs[size].replay()
-        token_ids = self._results[self._num_replays % len(self._results)]
-        self._num_replays += 1
+        token_ids = self._results[self._turn]
+        self._turn = (self._turn + 1) % len(self._results)
+        self._expected = layout.slots, [start + 1 for start in layout.starts]
         return token_ids[:num_rows], self._logits[:num_rows]
 
     def _write(self, size: int, slots: list[int], starts: list[int]) -> None:
         """Uploads a step's inputs. Surplus rows are the null slot's."""
-        inputs = np.zeros((2, size), dtype=np.int64)
-        inputs[0] = self._state.null_slot
-        inputs[0, : len(slots)] = slots
-        inputs[1, : len(starts)] = starts
-        copy_to_device(inputs.reshape(-1), self._inputs[: 2 * size])
+        packed = np.zeros(2 * size + 1, dtype=np.int64)
+        row_slots, row_starts = packed[:-1].reshape(2, size)
+        row_slots[: len(slots)], row_slots[len(slots) :] = slots, self._state.null_slot
+        row_starts[: len(starts)] = starts
+        packed[-1] = self._turn
+        copy_to_device(packed, self._inputs[: len(packed)])
+
+    def _views(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``slots, starts [size]`` and ``turn [1]`` among the inputs."""
+        slots, starts = self._inputs[: 2 * size].chunk(2)
+        return slots, starts, self._inputs[2 * size : 2 * size + 1]
 
     def _step(self, num_rows: int) -> None:
         state, config = self._state, self._config
-        slots, starts = self._inputs[: 2 * num_rows].chunk(2)
+        slots, starts, turn = self._views(num_rows)
         token_ids, seqlens_k, slot_mapping, block_table = ops.decode_inputs(
             slots,
             starts,
@@ -165,4 +172,4 @@ class DecodeGraphs:
         x = self._model(token_ids, starts, self._caches, meta)
         logits = self._model.compute_logits(x, out=self._logits[:num_rows])
         token_ids = draw(logits, slots, seqlens_k, state.sampling, state.token_table)
-        ops.publish_(token_ids, slots, starts, state.null_slot, self._results, self._turn)
+        ops.publish_(token_ids, slots, starts, state.null_slot, self._results, turn)

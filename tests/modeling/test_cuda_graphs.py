@@ -37,13 +37,16 @@ class FakeGraph:
     def __init__(self, graphs: DecodeGraphs, size: int) -> None:
         self._graphs, self._size = graphs, size
         self.seen: list[tuple[list[int], list[int]]] = []
+        self.interrupted = False
 
     def replay(self) -> None:
         graphs, size = self._graphs, self._size
-        slots, starts = graphs._inputs[: 2 * size].chunk(2)
+        slots, starts, turn = graphs._views(size)
         self.seen.append((slots.tolist(), starts.tolist()))
         null_slot = graphs._state.null_slot
-        ops.publish_(torch.arange(size), slots, starts, null_slot, graphs._results, graphs._turn)
+        ops.publish_(torch.arange(size), slots, starts, null_slot, graphs._results, turn)
+        if self.interrupted:
+            raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -101,3 +104,21 @@ def test_tokens_stay_until_those_of_all_steps_in_flight_came(graphs: DecodeGraph
     for start in range(graphs._config.depth):
         graphs.run(decode([4], [start]))
         assert first.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("change", [[1, 2], [2, 1]], ids=["same rows", "other rows"])
+def test_after_ctrl_c_the_device_is_told_where_it_stands(
+    graphs: DecodeGraphs, change: list[int]
+) -> None:
+    """It comes as a replay returns, say: the device has counted on, the host has not."""
+    fake: FakeGraph = graphs._graphs[2]  # type: ignore[assignment]
+    graphs.run(decode([1, 2], [5, 6]))
+    fake.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        graphs.run(decode([1, 2], [6, 7]))
+    fake.interrupted = False
+    for start in range(6, 12):
+        graphs._results[:] = 99
+        token_ids, _ = graphs.run(decode(change, [start, start]))
+        assert token_ids.tolist() == [0, 1]
+        assert fake.seen[-1] == (change, [start, start])
