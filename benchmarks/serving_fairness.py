@@ -90,8 +90,9 @@ async def measure(url: str, arguments: Any, flood: int) -> dict[str, float]:
         for arrival in arrivals
     ]
     target = Target(url, "completions", {"temperature": 0, "ignore_eos": True})
-    # Lower runs first where the server is told to look at it.
-    urgent = replace(target, fields={**target.fields, "priority": -1})
+    urgent = target
+    if arguments.policy != "fcfs":  # which takes no priorities
+        urgent = replace(target, fields={**target.fields, "priority": -1})
     long_ones: list[Record] = []
     numbers = itertools.count()
     async with open_session() as session:

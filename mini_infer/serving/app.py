@@ -23,7 +23,7 @@ from mini_infer.serving.operations import add_operations
 from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.responses import responses_router
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
-from mini_infer.serving.served_model import check_model, model_card
+from mini_infer.serving.served_model import check_model, check_priority, model_card
 from mini_infer.serving.spans import open_spans
 from mini_infer.serving.sse import EventStreamResponse, end_with_done, until_disconnect
 from mini_infer.serving.tokenization import add_tokenization
@@ -61,6 +61,7 @@ def create_app(
         engine.check_open()
         check_model(engine.config, body.model)
         body.check()
+        check_priority(engine.config, body.priority)
 
     def open_stream(prompts: dict[str, Prompt], body: Any, **options: Any) -> DeltaStream:
         return engine.stream(
@@ -83,7 +84,10 @@ def create_app(
         )
         spans.expect([envelope.response_id], request.headers)
         # The template wrote the special tokens itself.
-        stream = open_stream({envelope.response_id: prompt}, body, add_special_tokens=False)
+        add_special_tokens = bool(body.add_special_tokens)
+        stream = open_stream(
+            {envelope.response_id: prompt}, body, add_special_tokens=add_special_tokens
+        )
         if body.stream:
             chunks = ChatChunks(envelope, body)
             return await stream_response(request, events_of(stream, chunks, envelope))
@@ -100,7 +104,8 @@ def create_app(
             f"{envelope.response_id}-{row}": prompt for row, prompt in enumerate(body.prompts())
         }
         spans.expect(prompts, request.headers)
-        stream = open_stream(prompts, body)
+        add_special_tokens = body.add_special_tokens is not False
+        stream = open_stream(prompts, body, add_special_tokens=add_special_tokens)
         formatter = CompletionFormat(envelope, body, engine.tokenizer, prompts)
         if body.stream:
             return await stream_response(request, events_of(stream, formatter.chunks, envelope))

@@ -118,7 +118,7 @@ def render_chat(
         include_reasoning=body.include_reasoning,
         needs_special_tokens=any(_is_special(tokenizer, tag) for tag in tags),
     )
-    return RenderedChat(prompt, tokenizer, form, held)
+    return RenderedChat(prompt, tokenizer, form, held, bool(body.add_special_tokens))
 
 
 def _held(

@@ -30,7 +30,7 @@ class CompletionFormat:
         self._usage = UsageSoFar() if body.continuous_usage else None
         skip = body.skip_special_tokens is not False
         self._prompts = {
-            request_id: PromptText(tokenizer, prompt, skip)
+            request_id: PromptText(tokenizer, prompt, skip, body.add_special_tokens is not False)
             for request_id, prompt in prompts.items()
         }
         self._rows = {request_id: row for row, request_id in enumerate(prompts)}

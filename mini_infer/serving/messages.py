@@ -39,10 +39,11 @@ class RenderedChat:
     tokenizer: "Tokenizer"
     form: MessageForm
     held: StructuredOutputsParams | None = None
+    add_special_tokens: bool = False
 
     def token_ids(self, num_kept: int) -> list[int]:
         """The last ``num_kept`` of the prompt's tokens."""
-        return self.tokenizer.encode(self.prompt, add_special_tokens=False)[-num_kept:]
+        return self.tokenizer.encode(self.prompt, self.add_special_tokens)[-num_kept:]
 
 
 class MessageParser:

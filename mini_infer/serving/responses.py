@@ -82,7 +82,7 @@ def responses_router(
             chat.sampling_params(),
             priority=body.priority,
             cache_salt=body.cache_salt or "",
-            add_special_tokens=False,
+            add_special_tokens=bool(body.add_special_tokens),
             stream=bool(body.stream),
         )
         if body.stream:

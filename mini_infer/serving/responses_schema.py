@@ -52,6 +52,8 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 class ResponsesRequest(RequestBody):
     """Body of POST /v1/responses. The sampling fields of chat completions are accepted too."""
 
+    OTHER_FIELDS = frozenset((*RESPONSES_REFUSED, *OTHER_NAMES, *CHAT_FIELDS))
+
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     """A system message before the input."""

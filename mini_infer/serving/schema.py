@@ -5,12 +5,12 @@ refused, unless it holds a value that asks for nothing. What changes no answer i
 effect: labels for the caller's own books (``user``, ``safety_identifier``, ``metadata``), a hint
 for routing (``prompt_cache_key``), ``parallel_tool_calls`` where no tool is given, and
 ``spaces_between_special_tokens``, as decoding never adds any. Names that neither API has are
-ignored, as vLLM does. ``docs/api.md`` has the table.
+ignored, as vLLM does, and logged once (``other_fields.py``). ``docs/api.md`` has the table.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
@@ -18,44 +18,13 @@ from mini_infer.core.errors import InvalidRequestError
 from mini_infer.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from mini_infer.core.structured_outputs import StructuredOutputsParams
 from mini_infer.serving.messages import RenderedChat
+from mini_infer.serving.other_fields import refuse_fields, tell_unknown
 from mini_infer.serving.output_form import output_form
 from mini_infer.serving.tool_calls import ToolChoice, check_tools, read_tool_choice
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BATCH_CHOICES = 4096
 """Most prompts times ``n`` of one request: a larger batch would keep all others waiting."""
-
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "include_obfuscation": (False,),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "prompt_embeds": (),
-    "reasoning_effort": ("none",),
-    "return_tokens_as_token_ids": (False,),
-    "store": (False,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Fields that can't be honoured, each with the values (besides null) that ask for nothing."""
 
 SERVICE_TIERS = ("auto", "default")
 
@@ -107,16 +76,13 @@ class StreamOptions(BaseModel):
     """With it each chunk holds its choice's usage so far."""
 
 
-def refusal(name: str) -> InvalidRequestError:
-    """Why a field of ``REFUSED`` is an error."""
-    instead = "use structured_outputs" if name.startswith("guided_") else "leave it out"
-    return InvalidRequestError(f"{name} is not supported by mini-infer; {instead}", name)
-
-
 class RequestBody(BaseModel):
     """The fields that chat and plain completions share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    OTHER_FIELDS: ClassVar[frozenset[str]] = frozenset()
+    """Those of other endpoints, which ``check`` knows."""
 
     model: str | None = None
     n: int | None = None
@@ -141,6 +107,9 @@ class RequestBody(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    """vLLM's: does the tokenizer add its own, such as the first of a text? By default to a plain
+    prompt; a chat template writes them itself."""
     return_token_ids: bool | None = None
     """vLLM's: the prompt's token ids, and each choice's."""
     response_format: dict[str, Any] | None = None
@@ -168,9 +137,9 @@ class RequestBody(BaseModel):
     def check(self) -> None:
         """Raises InvalidRequestError for a field, or a combination, that can't be honoured."""
         options = self.stream_options or StreamOptions()
-        for name, value in {**(self.model_extra or {}), **(options.model_extra or {})}.items():
-            if name in REFUSED and value is not None and value not in REFUSED[name]:
-                raise refusal(name)
+        extra = self.model_extra or {}
+        refuse_fields({**extra, **(options.model_extra or {})})
+        tell_unknown(name for name in extra if name not in self.OTHER_FIELDS)
         if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
             raise InvalidRequestError(
                 f"service_tier {self.service_tier!r:.40} is not supported: there is only 'default'",
@@ -205,6 +174,8 @@ class RequestBody(BaseModel):
 
 class ChatCompletionRequest(RequestBody):
     """Body of POST /v1/chat/completions."""
+
+    OTHER_FIELDS = frozenset(COMPLETIONS_ONLY)
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -304,6 +275,8 @@ class ChatCompletionRequest(RequestBody):
 
 class CompletionRequest(RequestBody):
     """Body of POST /v1/completions."""
+
+    OTHER_FIELDS = frozenset(CHAT_ONLY)
 
     prompt: str | list[Any] = Field(
         description="A string, a list of strings, a list of token ids, or a list of such lists."

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import ModelNotFoundError
+from mini_infer.core.errors import InvalidRequestError, ModelNotFoundError
 
 
 def check_model(config: EngineConfig, name: str | None) -> None:
@@ -11,6 +11,16 @@ def check_model(config: EngineConfig, name: str | None) -> None:
     served = config.served_model_name
     if name is not None and name != served:
         raise ModelNotFoundError(f"the model {name!r} does not exist; this server has {served!r}")
+
+
+def check_priority(config: EngineConfig, priority: int) -> None:
+    """Raises InvalidRequestError for a priority that the scheduling policy would not look at."""
+    if priority and config.scheduling_policy == "fcfs":
+        raise InvalidRequestError(
+            "priority has no effect on this server, which serves first come, first served: start "
+            "it with --scheduling-policy priority, or leave it out",
+            "priority",
+        )
 
 
 def model_card(config: EngineConfig, created: int) -> dict[str, Any]:

@@ -42,16 +42,21 @@ class PromptText:
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", prompt: str | Sequence[int], skip_special_tokens: bool
+        self,
+        tokenizer: "Tokenizer",
+        prompt: str | Sequence[int],
+        skip_special_tokens: bool,
+        add_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._skip_special_tokens = skip_special_tokens
+        self._add_special_tokens = add_special_tokens
 
     @cached_property
     def token_ids(self) -> Sequence[int]:
         if isinstance(self._prompt, str):
-            return self._tokenizer.encode(self._prompt)
+            return self._tokenizer.encode(self._prompt, self._add_special_tokens)
         return self._prompt
 
     @cached_property

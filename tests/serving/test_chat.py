@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.live import CHAT, MODEL, LiveServer
+from tests.serving.live import CHAT, MODEL, LiveServer, live_server
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -240,19 +240,18 @@ def test_prompt_logprobs(server: LiveServer) -> None:
     assert [item["prompt_logprobs"] for item in choices if "prompt_logprobs" in item] == [positions]
 
 
-def test_priority_reaches_the_scheduler(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    add = server.engine.add
+def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live_server(scheduling_policy="priority") as server:
+        seen: list[int] = []
+        add = server.engine.add
 
-    def recording(requests: Any) -> None:
-        seen.append(requests[0].priority)
-        add(requests)
+        def recording(requests: Any) -> None:
+            seen.append(requests[0].priority)
+            add(requests)
 
-    monkeypatch.setattr(server.engine, "add", recording)
-    assert server.chat(priority=-3, **GREEDY).status_code == 200
-    assert seen == [-3]
+        monkeypatch.setattr(server.engine, "add", recording)
+        assert server.chat(priority=-3, **GREEDY).status_code == 200
+        assert seen == [-3]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
     ({"priority": "high"}, "priority", "integer"),
+    ({"priority": 1}, "priority", "first come, first served"),
     ({"cache_salt": 5}, "cache_salt", "string"),
     ({"temperature": 10**400}, "temperature", ""),
     ({"response_format": {"type": "xml"}}, "response_format", "one of text, json_object"),
