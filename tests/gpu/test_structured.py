@@ -11,6 +11,8 @@ from mini_infer.runtime.byte_tokenizer import ByteTokenizer
 from tests.gpu.small_engines import mixed_params, open_llm, prompts, write_config
 from tests.gpu.test_engine import no_synchronisation
 
+pytest.importorskip("llguidance", reason="without the package llguidance there are no grammars")
+
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b", None]}},
