@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from mini_infer.core.errors import MiniInferError
 from mini_infer.core.outputs import RequestDelta, RequestOutput
 from mini_infer.serving.errors import raise_for_failure
 from mini_infer.serving.sse import to_json
@@ -91,11 +92,16 @@ async def events_of(
     async with contextlib.aclosing(stream):
         async for deltas in stream:
             events: list[str] = []
-            for delta in deltas:
-                raise_for_failure(delta)
-                events += format_delta(delta)
-                if delta.output is not None:
-                    outputs.append(delta.output)
+            try:
+                for delta in deltas:
+                    raise_for_failure(delta)
+                    events += format_delta(delta)
+                    if delta.output is not None:
+                        outputs.append(delta.output)
+            except MiniInferError:
+                if events:  # what came before is told, too
+                    yield "".join(events)
+                raise
             if events:
                 yield "".join(events)
     if envelope.include_usage:

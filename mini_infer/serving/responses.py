@@ -332,22 +332,23 @@ async def event_stream(stream: DeltaStream, events: ResponseEvents) -> AsyncGene
         MiniInferError: it failed before its first event; later, an event tells of it.
     """
     async with contextlib.aclosing(stream):
+        told: list[str] = []
         try:
             async for deltas in stream:
-                told: list[str] = []
                 for delta in deltas:
                     raise_for_failure(delta)
                     told += events(delta)
-                yield "".join(told)
+                ready, told = "".join(told), []
+                yield ready
         except MiniInferError as error:
             if not events.started:
                 raise
-            yield events.failed(str(error))
+            yield "".join(told) + events.failed(str(error))
         except Exception:
             if not events.started:
                 raise
             logger.exception("a stream failed")
-            yield events.failed("internal error")
+            yield "".join(told) + events.failed("internal error")
 
 
 async def _first(events: AsyncGenerator[str, None]) -> str:

@@ -11,7 +11,7 @@ from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.app import create_app
 from mini_infer.serving.errors import error_object, raise_for_failure
 from tests.runtime.engine_host import threaded
-from tests.serving.live import CHAT
+from tests.serving.live import CHAT, COMPLETIONS, LiveServer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -55,6 +55,22 @@ def test_a_request_that_was_aborted_is_an_error() -> None:
 def test_a_failed_step_is_a_typed_error() -> None:
     with pytest.raises(StepError):
         raise_for_failure(RequestDelta("a", 0, "", (), finish_reason="error"))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
+def test_what_came_with_a_failure_is_told_before_it(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def failing(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        [request_id] = prompts
+        deltas = [RequestDelta(request_id, 0, text, (1,)) for text in ("Well ", "then")]
+        yield [*deltas, RequestDelta(request_id, 0, "", (), finish_reason="error")]
+
+    monkeypatch.setattr(server.async_engine, "stream", failing)
+    prompt = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": "Hello"}}
+    body = {**prompt.get(path, {"input": "Hello"}), "stream": True}
+    text = server.client.post(path, json=body).text
+    assert 0 < text.index('"Well "') < text.index('"then"') < text.index("the model failed on")
 
 
 @pytest.mark.parametrize("num_good_steps", [0, 2], ids=["at once", "in the middle"])
