@@ -78,8 +78,10 @@ async def test_reasoning_is_text_and_comments_are_none() -> None:
     assert (record.error, record.text) == (None, "hma")
 
 
-async def test_events_may_be_cut_anywhere() -> None:
-    text = f"data: {json.dumps(chunk(content='abc'))}\n\ndata: [DONE]\n\n"
+@pytest.mark.parametrize(("colon", "end"), [(": ", "\n"), (":", "\r\n")])
+async def test_events_may_be_cut_anywhere(colon: str, end: str) -> None:
+    data = (json.dumps(chunk(content="abc")), "[DONE]")
+    text = "".join(f"data{colon}{item}{end}{end}" for item in data)
     record = await ask(stream(*text))
     assert (record.error, record.text) == (None, "abc")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-LINE, DONE = b"data: ", b"[DONE]"
+LINE, DONE = b"data:", b"[DONE]"
 MAX_ERROR = 200
 """Characters of an answer that is no error object."""
 
@@ -97,16 +97,18 @@ async def _read(response: "aiohttp.ClientResponse", record: Record) -> None:
     complete = False
     async for data in response.content.iter_any():
         now = time.perf_counter()
-        *events, rest = (rest + data).split(b"\n\n")
-        for line in events:
-            if not line.startswith(LINE):  # a comment, which keeps a connection alive
+        # Some servers end lines with a carriage return, or leave out the space after the colon.
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(LINE):  # an event's end, or a comment to keep a connection
                 continue
-            if line == LINE + DONE:
+            payload = line[len(LINE) :].strip()
+            if payload == DONE:
                 complete = True
                 continue
-            event = json.loads(line[len(LINE) :])
+            event = json.loads(payload)
             if "error" in event:
-                record.error = _message(line[len(LINE) :].decode())
+                record.error = _message(payload.decode())
                 continue
             if usage := event.get("usage"):
                 record.num_prompt_tokens = usage["prompt_tokens"]
