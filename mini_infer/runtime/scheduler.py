@@ -162,7 +162,8 @@ class Scheduler:
         finished = RequestState.FINISHED
         events = self.events if self.events.wants(TokensEmitted) else None
         updates: list[RequestUpdate] = []
-        requests = self._pop_in_flight(batch)
+        step_id, requests = self._in_flight.popleft()
+        assert step_id == batch.step_id, "steps are updated in the order they were scheduled"
         for index, (request, chunk) in enumerate(zip(requests, batch.chunks, strict=True)):
             request.num_in_flight_steps -= 1
             if request.state is finished:
@@ -375,11 +376,6 @@ class Scheduler:
         return True
 
     # -- ends
-
-    def _pop_in_flight(self, batch: ScheduledBatch) -> list[Request]:
-        step_id, requests = self._in_flight.popleft()
-        assert step_id == batch.step_id, "steps are updated in the order they were scheduled"
-        return requests
 
     def _finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None
