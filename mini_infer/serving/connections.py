@@ -3,6 +3,8 @@
 uvicorn waits for the head of a connection's first request without end, and for the rest of one of
 which a byte came. Such connections cost no more than a file descriptor each, but a process has only
 so many, and at the last one nobody is served any more.
+
+Nor does uvicorn end its wait for a client that reads nothing of its answer.
 """
 
 import asyncio
@@ -17,6 +19,9 @@ else:
 
 HEAD_TIMEOUT = 30.0
 """Seconds that a client has for a request's head, from its connection or from its first byte."""
+WRITE_TIMEOUT = 120.0
+"""Seconds within which a client that lets an answer wait must read some of it, as with nginx's
+``send_timeout``. What it reads first is what the system's buffers hold, some megabytes."""
 MAX_DESCRIPTORS = 2**16
 SPARE_DESCRIPTORS = 64
 """Of files, the engine's link and libraries."""
@@ -61,6 +66,9 @@ class GuardedProtocol(Protocol):
     of a connection that is uvicorn's own affair, until a byte comes."""
 
     half_open: HalfOpen
+    write_timeout = WRITE_TIMEOUT
+    _unread: asyncio.TimerHandle | None = None
+    """Runs while more waits for the client than the transport wants to hold."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,7 +76,33 @@ class GuardedProtocol(Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.half_open.leave(self)
+        self._stop_watching()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
+    def _watch(self, num_unread: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._unread = loop.call_later(self.write_timeout, self._cut_unless_read, num_unread)
+
+    def _cut_unless_read(self, num_unread: int) -> None:
+        """Nothing is added while writing is paused: what was read shows in what is left."""
+        left = self.transport.get_write_buffer_size()
+        if left < num_unread:
+            self._watch(left)
+        else:
+            self.transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._unread:
+            self._unread.cancel()
+            self._unread = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -5,6 +5,7 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -14,11 +15,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from mini_infer.serving.connections import HalfOpen, half_open_limit, raise_descriptor_limit
+from mini_infer.serving.connections import (
+    GuardedProtocol,
+    HalfOpen,
+    half_open_limit,
+    raise_descriptor_limit,
+)
 from mini_infer.serving.listener import bind
 from tests.serving.live import wait_for
 
 Address = tuple[str, int]
+
+
+async def large(request: Request) -> Response:
+    return Response(b"x" * 2**24)
 
 
 async def hello(request: Request) -> Response:
@@ -27,7 +37,7 @@ async def hello(request: Request) -> Response:
 
 @contextlib.contextmanager
 def listening(half_open: HalfOpen) -> Iterator[Address]:
-    app = Starlette(routes=[Route("/", hello, methods=["GET", "POST"])])
+    app = Starlette(routes=[Route("/", hello, methods=["GET", "POST"]), Route("/large", large)])
     config = uvicorn.Config(app, http=half_open.protocol(), log_level="critical", lifespan="off")
     server, listener = uvicorn.Server(config), bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -72,6 +82,38 @@ def test_a_request_takes_as_long_as_it_takes() -> None:
         # The second request of a connection has no more time for its head.
         connection.sendall(b"GET / HTTP/1.1\r\n")
         assert is_cut(connection)
+
+
+def test_an_answer_that_is_not_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[GuardedProtocol] = []
+    connection_lost = GuardedProtocol.connection_lost
+
+    def note(self: GuardedProtocol, exc: Exception | None) -> None:
+        lost.append(self)
+        connection_lost(self, exc)
+
+    monkeypatch.setattr(GuardedProtocol, "write_timeout", 0.05)
+    monkeypatch.setattr(GuardedProtocol, "connection_lost", note)
+    with listening(HalfOpen(100)) as address, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(address)
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_for(lambda: len(lost) == 1)
+
+
+def test_whoever_reads_may_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it is looked at, something was read."""
+    connection = GuardedProtocol.__new__(GuardedProtocol)
+    waiting = iter((900, 800, 100, 100))
+    timers: list[int] = []
+    connection.transport = Mock(get_write_buffer_size=lambda: next(waiting))
+    monkeypatch.setattr(connection, "_watch", timers.append)
+    for num_unread in (1000, 900, 800):
+        connection._cut_unless_read(num_unread)
+        assert not connection.transport.abort.called
+    assert timers == [900, 800, 100]
+    connection._cut_unless_read(100)
+    assert connection.transport.abort.called
 
 
 def test_the_longest_waiting_gives_its_place_to_whoever_comes() -> None:
