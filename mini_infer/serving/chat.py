@@ -47,9 +47,9 @@ AUTO = "auto"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT_FIELDS = {
     "assistant": ("tool_calls", "reasoning_content"),
-    "tool": ("tool_call_id", "name"),
+    "tool": ("tool_call_id",),
 }
-"""What a template is told of besides role and content, where it is there."""
+"""What a template is told of besides role, content and name, where it is there."""
 OWN_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "tools")
 
 
@@ -192,8 +192,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
                     f"messages[{index}].{name} is not supported for role {role}", "messages"
                 )
         kept = {"role": "system" if role == "developer" else role, "content": message["content"]}
-        for name in KEPT_FIELDS.get(role, ()):
+        for name in ("name", *KEPT_FIELDS.get(role, ())):
             value = message.get(name)
+            if name == "reasoning_content" and value is None:
+                value = message.get("reasoning")  # vLLM's newer name of it
             if name != "tool_calls" and value is not None and not isinstance(value, str):
                 raise InvalidRequestError(
                     f"messages[{index}].{name} must be a string, got {value!r:.80}", "messages"

@@ -164,6 +164,23 @@ def test_thoughts_that_the_template_opens(
     assert (cut["content"], cut["reasoning_content"]) == (None, "Hm,")
 
 
+def test_names_and_thoughts_reach_the_template(
+    thinker: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "{% for m in messages %}{{ m.role, m.name, m.reasoning_content }}{% endfor %}"
+    prompts: list[str] = []
+    use_template(monkeypatch, thinker.tokenizer, source, prompts)
+    messages = [
+        {"role": "user", "name": "Ann", "content": "Hi", "reasoning": "no field of a user's"},
+        {"role": "assistant", "content": "Hm.", "reasoning": "one"},
+        {"role": "assistant", "content": "Hm.", "reasoning": "one", "reasoning_content": "two"},
+    ]
+    body = {"messages": messages, "max_tokens": 1}
+    assert thinker.client.post(CHAT, json=body).status_code == 200
+    assert prompts[0].split(")(")[0] == "('user', 'Ann', Undefined"
+    assert "('assistant', Undefined, 'one')('assistant', Undefined, 'two')" in prompts[0]
+
+
 def test_a_template_without_tools_refuses_them(
     thinker: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
