@@ -89,7 +89,7 @@ class EngineCore:
                 self.scheduler.add(request)
         except MiniInferError:
             for request in requests:
-                self.scheduler.abort(request.request_id)
+                self.finish(request.request_id, "abort")
             raise
 
     def finish(

@@ -67,7 +67,8 @@ class GrammarRequests:
         return True
 
     def drop(self, request_id: str) -> None:
-        """Forgets a choice that waits, if it does."""
+        """Forgets a choice that ended, or was never queued; an unknown id is no error."""
+        self._running.pop(request_id, None)
         for waiting in self._waiting:
             waiting.requests = [r for r in waiting.requests if r.request_id != request_id]
 

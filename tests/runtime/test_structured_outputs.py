@@ -297,6 +297,16 @@ def test_one_whose_grammar_fails_ends_with_an_error(llm: LLM, late: LateCompiler
     assert "no such grammar" in str(outputs[0].stop_reason)
 
 
+def test_one_that_the_scheduler_refuses_is_forgotten() -> None:
+    engine = fake_engine(num_kv_blocks=4)
+    engine.input_processor._pool = None
+    params = held(regex="[ab]*", n=2, max_tokens=200)
+    with pytest.raises(InvalidRequestError, match="KV blocks"):
+        engine.add_request("a", [1, 2, 3], params)
+    assert not engine.core._grammars._running
+    assert not engine.has_unfinished()
+
+
 def test_a_core_without_grammars_refuses() -> None:
     config = make_config()
     core = EngineCore(config, FakeExecutor(config))
