@@ -25,7 +25,7 @@ from mini_infer.serving.responses import responses_router
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
 from mini_infer.serving.served_model import check_model, check_priority, model_card
 from mini_infer.serving.spans import open_spans
-from mini_infer.serving.sse import EventStreamResponse, end_with_done, until_disconnect
+from mini_infer.serving.sse import EventStreamResponse, end_with_done, first_of, until_disconnect
 from mini_infer.serving.tokenization import add_tokenization
 
 PAGE_POLICY = (
@@ -138,13 +138,9 @@ def create_app(
 
 
 async def stream_response(request: Request, events: AsyncGenerator[str, None]) -> Response:
-    """Waits for the first event, so that what fails before it gets a status of its own."""
-    first = await until_disconnect(request.receive, _first(events))
+    """The answer that sends ``events``, once the first is there."""
+    first = await first_of(request.receive, events)
     return EventStreamResponse(end_with_done(first, events))
-
-
-async def _first(events: AsyncGenerator[str, None]) -> str:
-    return await anext(events)
 
 
 @cache

@@ -34,7 +34,7 @@ from mini_infer.serving.responses_schema import ResponsesRequest
 from mini_infer.serving.responses_tools import call_item, shown_tools
 from mini_infer.serving.schema import RequestBody
 from mini_infer.serving.spans import Spans
-from mini_infer.serving.sse import EventStreamResponse, to_json, until_disconnect
+from mini_infer.serving.sse import EventStreamResponse, first_of, to_json, until_disconnect
 from mini_infer.serving.tool_calls import ArgumentsPiece, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,7 @@ def responses_router(
         )
         if body.stream:
             events = event_stream(stream, ResponseEvents(answer))
-            # What fails before the first event gets a status of its own.
-            first = await until_disconnect(request.receive, _first(events))
+            first = await first_of(request.receive, events)
             return EventStreamResponse(_chained(first, events))
         outputs = await until_disconnect(request.receive, collect(stream))
         return JSONResponse(answer.whole(outputs[answer.response_id]))
@@ -349,10 +348,6 @@ async def event_stream(stream: DeltaStream, events: ResponseEvents) -> AsyncGene
                 raise
             logger.exception("a stream failed")
             yield "".join(told) + events.failed("internal error")
-
-
-async def _first(events: AsyncGenerator[str, None]) -> str:
-    return await anext(events)
 
 
 async def _chained(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

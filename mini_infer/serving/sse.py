@@ -47,6 +47,19 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
         await asyncio.wait((task, watcher))
 
 
+async def first_of(receive: Receive, events: AsyncGenerator[str, None]) -> str:
+    """Waits for a stream's first event: what fails before it has a status of its own.
+
+    Raises:
+        ClientDisconnect: the client hung up first.
+    """
+
+    async def first() -> str:
+        return await anext(events)
+
+    return await until_disconnect(receive, first())
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
