@@ -6,9 +6,12 @@ what they would launch (``kernels/triton/compile_ahead.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
@@ -39,10 +42,17 @@ def compile_kernels(runner: ModelRunner) -> None:
 
 def rehearse(runner: ModelRunner) -> None:
     """Runs steps that launch everything there is to launch, on a cache of one block."""
-    config = runner.config
     runner.init_cache(1)
-    if runner.has_graphs:
-        runner.new_graphs().rehearse()
+    with _one_layer_of_each_kind(runner):
+        # First what takes longest to compile: attention's largest tiles, and all of the sampler.
+        _rehearse_launched(runner)
+        if runner.has_graphs:
+            runner.new_graphs().rehearse()
+    runner.caches = []
+
+
+def _rehearse_launched(runner: ModelRunner) -> None:
+    config = runner.config
     longest = min(config.max_step_tokens, config.max_model_len - 1)
     middle = sorted({min(length, longest) for length in MIDDLE_PROMPTS})
     for batch in (
@@ -55,7 +65,24 @@ def rehearse(runner: ModelRunner) -> None:
     assert isinstance(masked, MaskedStep)
     masked.sample(bytearray((config.model_config.vocab_size + 31) // 32 * 4))
     masked.result()
-    runner.caches = []
+
+
+@contextmanager
+def _one_layer_of_each_kind(runner: ModelRunner) -> Iterator[None]:
+    """Within, the model has no two layers that launch the same kernels: a rehearsal of all would
+    take seconds. But it has its last one, which computes the tokens that are wanted only."""
+    model, sizes, layers = runner.model, runner.config.model_config, runner.model.layers
+    kinds: dict[Hashable, int] = {}
+    for depth, layer in enumerate(layers):
+        shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
+        kinds.setdefault((sizes.layer_sliding_window(depth), shapes), depth)
+    depths = sorted({*kinds.values(), len(layers) - 1})
+    model.layers = nn.ModuleList(layers[depth] for depth in depths)
+    runner.caches = [runner.caches[depth] for depth in depths]
+    try:
+        yield
+    finally:
+        model.layers = layers
 
 
 def small_step(config: EngineConfig, lengths: Sequence[int]) -> ScheduledBatch:

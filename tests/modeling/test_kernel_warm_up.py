@@ -1,14 +1,17 @@
 """The steps that start-up rehearses are steps that a runner can run, however small its limits."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mini_infer.core.batch import ScheduledBatch
 from mini_infer.modeling.kernel_warm_up import SMALL_STEPS, compile_kernels, rehearse, small_step
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
-from tests.runtime.fake_executor import make_config
+from mini_infer.modeling.step_result import LocalStep, MaskedStep
+from tests.runtime.fake_executor import TINY_MODEL, make_config
 
 LIMITS: list[dict[str, Any]] = [
     {},
@@ -37,6 +40,25 @@ def test_rehearsed_steps_run(limits: dict[str, Any]) -> None:
     runner = loaded(**limits)
     rehearse(runner)
     assert not runner.caches
+
+
+def test_of_layers_that_launch_the_same_one_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last, which leaves out the tokens that nobody wants."""
+    windows = (False, True, False, True, False, False)
+    model = replace(TINY_MODEL, num_layers=6, sliding_window=8, sliding_layers=windows)
+    runner = loaded(model_config=model)
+    layers, execute = list(runner.model.layers), runner.execute
+    rehearsed: set[tuple[int, ...]] = set()
+
+    def noted(batch: ScheduledBatch) -> LocalStep | MaskedStep:
+        rehearsed.add(tuple(layers.index(layer) for layer in runner.model.layers))
+        assert len(runner.caches) == len(runner.model.layers)
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", noted)
+    rehearse(runner)
+    assert rehearsed == {(0, 1, 5)}
+    assert list(runner.model.layers) == layers
 
 
 def test_a_cpu_has_no_kernels_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
