@@ -108,6 +108,8 @@ def test_failures_are_counted_and_end_with_1(
         ("--dataset trace", "needs a --file"),
         ("--dataset prompts --file /no/such/file", "can't read"),
         ("--plot latencies.xyz", "ending must be one of"),
+        ("--plot /no/such/folder/plot.png", "can't write --plot"),
+        ("--output /no/such/folder/run.json", "can't write --output"),
         ("--request-rate 0", "above 0"),
         ("--model other", "does not serve a first request: 404"),
         ("--input-tokens 0", "1"),

@@ -1,6 +1,7 @@
 """``mini-infer bench serve``: load on any server of OpenAI's API, and how it bears it."""
 
 import json
+import os
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -200,6 +201,9 @@ def serve(
         raise InvalidConfigError(f"unexpected {more_objectives[0]!r:.80}: say --goodput before it")
     if plot is not None:
         check_plot(plot)
+    for option, path in (("--output", output), ("--plot", plot)):
+        if path is not None:
+            check_writable(path, option)
     target, jobs, records = run_loop(run_load(load))
     found = figures(records, objectives)
     print_figures(found, objectives)
@@ -262,6 +266,13 @@ async def first_model(session: "aiohttp.ClientSession", target: Target) -> str:
         ) from None
     except (aiohttp.ClientError, KeyError, IndexError, TypeError):
         raise InvalidConfigError(f"{url} lists no model: give its name with --model") from None
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises InvalidConfigError: no file can be written there. Called before a run, so that an hour
+    of it is not lost."""
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidConfigError(f"can't write {option} {path}: no such folder, or not allowed to")
 
 
 def _write(path: Path, value: Sequence[Any] | dict[str, Any]) -> None:
