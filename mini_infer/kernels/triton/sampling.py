@@ -86,8 +86,10 @@ def draw(
     padded_segments = power_of_two(num_segments)
     best = torch.empty(num_rows, num_parts, dtype=torch.int64, device=device)
     segment_best = torch.empty(num_rows, num_segments, dtype=torch.int64, device=device)
-    segment_highest, segment_mass = torch.empty(
-        2, num_rows, num_segments, dtype=torch.float32, device=device
+    # Not two rows of one tensor: how the second one is aligned would depend on the batch, and each
+    # way is a kernel of its own, compiled when a step needs it.
+    segment_highest, segment_mass = (
+        torch.empty(num_rows, num_segments, dtype=torch.float32, device=device) for _ in range(2)
     )
     candidates = torch.empty(num_rows, max(LISTED, FEW), dtype=torch.int64, device=device)
     places = torch.empty(num_rows, padded_segments, dtype=torch.int32, device=device)
