@@ -271,3 +271,24 @@ def test_the_sampler_edits_in_torch_and_runs_kernels(monkeypatch: pytest.MonkeyP
     assert result.logprobs is not None
     plain = Sampler()(logits[4:], [4], [POSITION], table, state)
     assert plain.token_ids.tolist() == expected[4:].tolist()
+
+
+def test_every_batch_launches_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pointer that is aligned to 16 bytes or not makes two kernels: a batch must not decide."""
+    aligned: list[tuple[bool, ...]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> "Noted":
+            return self
+
+        def __call__(self, logits: Tensor, *arguments: object, **constants: object) -> None:
+            tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+            aligned.append(tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+
+    for name in ("scan_kernel", "finish_kernel"):
+        monkeypatch.setattr(kernels, name, Noted())
+    state = admitted([Admission("a", 0, (1,), 1, SamplingParams(), 0)])
+    for num_rows in range(1, 6):
+        rows = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
+        sampler_module.draw(torch.zeros(num_rows, VOCAB, device=DEVICE), rows, rows, state)
+    assert len(set(aligned[::2])) == len(set(aligned[1::2])) == 1
