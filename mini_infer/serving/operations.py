@@ -28,7 +28,7 @@ def add_operations(
         return {"version": __version__}
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def prometheus() -> Response:
+    def prometheus() -> Response:  # in a thread: streams go on meanwhile
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     @app.post("/reset_prefix_cache")

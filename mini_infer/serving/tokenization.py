@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mini_infer.core.errors import InvalidRequestError
@@ -42,20 +44,14 @@ def add_tokenization(app: FastAPI, engine: AsyncEngine, tool_call_parser: str) -
     """Adds the routes."""
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         check_model(engine.config, body.model)
         length = text_length([body.prompt, body.messages])
-        token_ids = await run_off_loop(length, _encode, engine.tokenizer, body, tool_call_parser)
-        answer = {
-            "count": len(token_ids),
-            "max_model_len": engine.config.max_model_len,
-            "tokens": token_ids,
-            "token_strs": None,
-        }
-        if body.return_token_strs:
-            spell = engine.tokenizer.token_bytes
-            answer["token_strs"] = [spell(item).decode(errors="replace") for item in token_ids]
-        return answer
+        max_model_len = engine.config.max_model_len
+        answer = await run_off_loop(
+            length, _answer, engine.tokenizer, body, tool_call_parser, max_model_len
+        )
+        return Response(answer, media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
@@ -88,6 +84,24 @@ def add_tokenization(app: FastAPI, engine: AsyncEngine, tool_call_parser: str) -
             if config.dry_run
             else tokenizer.chat_template_source(with_tools=False) or None,
         }
+
+
+def _answer(
+    tokenizer: "Tokenizer", body: TokenizeRequest, tool_call_parser: str, max_model_len: int
+) -> bytes:
+    """The JSON of an answer: of a long text it, too, would keep an event loop for seconds."""
+    token_ids = _encode(tokenizer, body, tool_call_parser)
+    strings = None
+    if body.return_token_strs:
+        strings = [tokenizer.token_bytes(item).decode(errors="replace") for item in token_ids]
+    return msgspec.json.encode(
+        {
+            "count": len(token_ids),
+            "max_model_len": max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+    )
 
 
 def _encode(tokenizer: "Tokenizer", body: TokenizeRequest, tool_call_parser: str) -> list[int]:

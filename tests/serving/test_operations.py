@@ -1,5 +1,7 @@
 """Endpoints of whoever runs the server: probes, the prefix cache, profiles, tokens."""
 
+import asyncio
+import contextlib
 import gzip
 import json
 import re
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mini_infer.serving.metrics import EngineMetrics
 from mini_infer.serving.options import ServerOptions
 from tests.serving.live import MODEL, LiveServer, live_server
 
@@ -36,6 +39,31 @@ def test_resetting_the_prefix_cache(server: LiveServer) -> None:
     assert [cached(), cached()] == [False, True]
     assert server.client.post("/reset_prefix_cache").json() == {"status": "ok"}
     assert [cached(), cached()] == [False, True]
+
+
+def test_what_takes_long_leaves_the_event_loop_alone(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                seen.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("encode", "token_bytes"):
+        monkeypatch.setattr(server.tokenizer, name, noting(getattr(server.tokenizer, name)))
+    monkeypatch.setattr(EngineMetrics, "render", noting(EngineMetrics.render))
+    assert server.client.get("/metrics").status_code == 200
+    for prompt, expected in (("Hello", ["encode", "token_bytes"]), ("Hello " * 2000, [])):
+        body = {"prompt": prompt, "return_token_strs": True}
+        assert server.client.post("/tokenize", json=body).json()["count"] == len(prompt)
+        assert list(dict.fromkeys(seen)) == expected
+        seen.clear()
 
 
 @pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
