@@ -149,7 +149,9 @@ class SamplingParams:
         for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int)):
             for item in getattr(self, name):
                 if isinstance(item, bool) or not isinstance(item, kind):
-                    raise InvalidRequestError(f"{name} holds {item!r}, not {kind.__name__}", name)
+                    raise InvalidRequestError(
+                        f"{name} holds {item!r:.80}, not {kind.__name__}", name
+                    )
 
     def _check_ranges(self) -> None:
         def require(ok: bool, name: str, rule: str) -> None:

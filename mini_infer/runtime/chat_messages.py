@@ -76,6 +76,10 @@ def _normalise(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     return result
 
 
+TEXT_PARTS = ("text", "refusal")
+"""Types of parts, each with its text under the same name; a refusal is what an assistant said."""
+
+
 def _text(content: Any, index: int) -> str:
     if content is None:
         return ""
@@ -88,13 +92,13 @@ def _text(content: Any, index: int) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PARTS or not isinstance(part.get(kind), str):
             raise InvalidRequestError(
-                f"messages[{index}].content has a part of type {kind!r}: only "
+                f"messages[{index}].content has a part of type {kind!r:.80}: only "
                 "{'type': 'text', 'text': ...} is supported",
                 "messages",
             )
-        texts.append(part["text"])
+        texts.append(part[kind])
     return "\n".join(texts)
 
 

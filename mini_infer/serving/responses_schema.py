@@ -46,7 +46,7 @@ CHAT_FIELDS = (
 """Of chat completions, without a place in these answers."""
 MAX_METADATA = 16
 ROLES = ("system", "developer", "user", "assistant")
-TEXT_PARTS = ("input_text", "output_text", "text")
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class ResponsesRequest(RequestBody):
@@ -188,13 +188,14 @@ def _text(place: str, content: Any, types: tuple[str, ...]) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in types or not isinstance(part.get("text"), str):
+        key = "refusal" if kind == "refusal" else "text"
+        if kind not in types or not isinstance(part.get(key), str):
             raise InvalidRequestError(
                 f"{place} has a part of type {kind!r:.40}: only text is supported, as "
                 f"{{'type': '{types[0]}', 'text': ...}}",
                 "input",
             )
-        texts.append(part["text"])
+        texts.append(part[key])
     return "\n".join(texts)
 
 

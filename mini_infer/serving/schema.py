@@ -231,7 +231,7 @@ class ChatCompletionRequest(RequestBody):
                 "continue_final_message",
             )
         self.check_tools()
-        if self.top_logprobs is not None:
+        if self.top_logprobs:  # 0 asks for none
             if not self.logprobs:
                 raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:

@@ -10,7 +10,9 @@ def check_model(config: EngineConfig, name: str | None) -> None:
     """Raises ModelNotFoundError if ``name`` is not the served model's; None asks for any."""
     served = config.served_model_name
     if name is not None and name != served:
-        raise ModelNotFoundError(f"the model {name!r} does not exist; this server has {served!r}")
+        raise ModelNotFoundError(
+            f"the model {name!r:.200} does not exist; this server has {served!r}"
+        )
 
 
 def check_priority(config: EngineConfig, priority: int) -> None:

@@ -261,6 +261,7 @@ def test_a_malformed_template_file_is_named(tmp_path: Path, content: str) -> Non
         (None, ""),
         ([], ""),
         ([{"type": "text", "text": "a"}], "a"),
+        ([{"type": "refusal", "refusal": "No."}], "No."),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
     ],
 )
@@ -293,6 +294,7 @@ def test_tool_arguments_are_parsed_without_changing_the_callers_message() -> Non
         ([{"role": "user", "content": ["x"]}], "'str'"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
         ([{"role": "user", "content": [{"type": "text"}]}], "'text'"),
+        ([{"role": "user", "content": [{"type": "refusal", "text": "x"}]}], "'refusal'"),
         ([{"role": "assistant", "tool_calls": ["x"]}], "tool_calls"),
         ([{"role": "assistant", "tool_calls": 5}], "tool_calls must be a list"),
         (

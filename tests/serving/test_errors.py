@@ -336,6 +336,7 @@ def test_a_missing_field_is_named(
         {"reasoning_effort": "none"},
         {"verbosity": "medium"},
         {"echo": False},
+        {"logprobs": False, "top_logprobs": 0},
         {"continue_final_message": False},
         {"return_token_ids": False},
         {"include_reasoning": False},

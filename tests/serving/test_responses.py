@@ -77,7 +77,10 @@ def test_a_list_of_messages(server: LiveServer) -> None:
             "role": "assistant",
             "id": "msg_1",
             "status": "completed",
-            "content": [{"type": "output_text", "text": "Hi.", "annotations": []}],
+            "content": [
+                {"type": "output_text", "text": "Hi.", "annotations": []},
+                {"type": "refusal", "refusal": "No."},
+            ],
         },
         {"role": "user", "content": "And now?"},
     ]
@@ -85,7 +88,7 @@ def test_a_list_of_messages(server: LiveServer) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hi."},
+        {"role": "assistant", "content": "Hi.\nNo."},
         {"role": "user", "content": "And now?"},
     ]
     prompt = server.tokenizer.apply_chat_template(messages)
