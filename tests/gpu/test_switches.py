@@ -38,6 +38,7 @@ def expected(folder: Path) -> list[list[int]]:
     [
         {"enforce_eager": True},
         {"depth": 1},
+        {"depth": 5},
         {"attention_backend": "torch"},
         {"max_num_batched_tokens": 48},
         {"enable_prefix_caching": False},
