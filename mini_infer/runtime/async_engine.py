@@ -269,6 +269,7 @@ class AsyncEngine:
     def shutdown(self) -> None:
         """Ends the requests and the engine. Idempotent; waits for the engine's end."""
         self.end_requests()
+        self.input_processor.close()
         self._host.close()
 
     # --- requests

@@ -7,11 +7,11 @@ milliseconds, and a budget that counts operations bounds it and every mask.
 
 import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.engine_config import EngineConfig
@@ -30,6 +30,9 @@ CACHED_CHARS = 2**22
 """Of the texts of cached grammars: what they take grows with it."""
 MAX_LEXER_STATES = 10_000
 """Of one output: a state takes 1 to 2 kB."""
+STACK_BYTES = 2**28
+"""Of a thread that compiles: llguidance goes down a chain of references call by call, and one that
+fills the longest form takes some 60 MB. What is not used is only addresses."""
 MAX_TRIES = 200
 """Parts of a schema that are compiled alone to find the place of an error."""
 JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}", "coerce_one_of": True}
@@ -45,6 +48,7 @@ TOOL_PARAMETERS = re.compile(r"^parameters_(\d+): %json (.*)$", re.MULTILINE)
 """Where a grammar of tool calls (``serving/tool_grammar.py``) has a tool's schema."""
 
 Spec = tuple[str, str, Thoughts]
+_stack_size = threading.Lock()
 
 
 class GrammarCompiler:
@@ -64,7 +68,7 @@ class GrammarCompiler:
             if token_id is not None and 0 <= token_id < model.vocab_size
         )
         self._cache: OrderedDict[Spec, Future[LLMatcher]] = OrderedDict()
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def start(self, params: StructuredOutputsParams) -> "Future[LLMatcher]":
         """Begins to compile, unless it is known: a finished ``Future`` needs no waiting."""
@@ -72,7 +76,7 @@ class GrammarCompiler:
         with self._lock:
             future = self._cache.get(spec)
             if future is None or (future.done() and future.exception() is not None):
-                future = self._cache[spec] = self._threads.submit(self._compile, spec)
+                future = self._cache[spec] = self._submit(spec)
             self._cache.move_to_end(spec)
             while len(self._cache) > 1 and (
                 len(self._cache) > CACHED_GRAMMARS
@@ -88,8 +92,8 @@ class GrammarCompiler:
             InvalidRequestError: it is invalid, asks for what is not supported, or takes too long.
         """
         future = self.start(params)
-        wait([future], COMPILE_SECONDS)
-        _raise_failure(params, future)
+        wait([future], self._patience())
+        self._raise_failure(params, future)
 
     async def compiled(self, params: StructuredOutputsParams) -> None:
         """``check``, for whoever has other work while it waits."""
@@ -98,8 +102,12 @@ class GrammarCompiler:
         future = self.start(params)
         waiting = asyncio.wrap_future(future)
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.wait([waiting], timeout=COMPILE_SECONDS)
-        _raise_failure(params, future)
+        await asyncio.wait([waiting], timeout=self._patience())
+        self._raise_failure(params, future)
+
+    def compile_alone(self, spec: Spec) -> None:
+        """Compiles and forgets. Raises GrammarError."""
+        self._submit(spec).result()
 
     def grammar(self, matcher: "LLMatcher", ignore_eos: bool) -> Grammar:
         """The beginning of ``matcher``'s grammar, for one choice."""
@@ -108,6 +116,31 @@ class GrammarCompiler:
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(COMPILE_THREADS, "mini-infer-grammar")
+
+    def _submit(self, spec: Spec) -> "Future[LLMatcher]":
+        with _stack_size:  # of whatever thread is started now
+            size = threading.stack_size(STACK_BYTES)
+            try:
+                return self._threads.submit(self._compile, spec)
+            finally:
+                threading.stack_size(size)
+
+    def _patience(self) -> float:
+        """Seconds that a caller waits."""
+        return COMPILE_SECONDS
+
+    def _unfinished(self, params: StructuredOutputsParams) -> Exception:
+        return params.error(
+            f"is too complex: it took longer than {COMPILE_SECONDS:g} seconds to compile"
+        )
+
+    def _raise_failure(self, params: StructuredOutputsParams, future: "Future[LLMatcher]") -> None:
+        if not future.done():
+            raise self._unfinished(params)
+        try:
+            future.result()
+        except GrammarError as error:
+            raise params.error(error.problem, error.within) from None
 
     @cached_property
     def _vocabulary(self) -> "LLTokenizer":
@@ -275,17 +308,6 @@ def literal(tokenizer: Tokenizer, text: str) -> str:
     if len(token_ids) == 1 and tokenizer.is_special(token_ids[0]):
         return f"<[{token_ids[0]}]>"
     return json.dumps(text, ensure_ascii=False)
-
-
-def _raise_failure(params: StructuredOutputsParams, future: "Future[LLMatcher]") -> None:
-    if not future.done():
-        raise params.error(
-            f"is too complex: it took longer than {COMPILE_SECONDS:g} seconds to compile"
-        )
-    try:
-        future.result()
-    except GrammarError as error:
-        raise params.error(error.problem, error.within) from None
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

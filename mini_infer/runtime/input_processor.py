@@ -10,6 +10,7 @@ from mini_infer.core.errors import InvalidRequestError, PromptTooLongError
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import MAX_TOKENS_PER_BAD_WORD, SamplingParams
 from mini_infer.runtime.grammar_compiler import GrammarCompiler
+from mini_infer.runtime.grammar_trials import GrammarTrials
 from mini_infer.runtime.tokenizer import Tokenizer
 from mini_infer.runtime.unicode_text import utf8_bytes
 
@@ -45,8 +46,9 @@ class InputProcessor:
         tokenizer: Tokenizer,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """``grammars`` are those of the engine, where that is in this process."""
-        self._grammars = grammars or GrammarCompiler(config, tokenizer)
+        """``grammars`` are those of the engine, where that is in this process; otherwise forms are
+        tried in processes, which ``close`` ends."""
+        self._grammars = grammars or GrammarTrials(config, tokenizer)
         self._max_model_len = config.max_model_len
         blocks = config.num_kv_blocks
         self._pool = None if blocks is None else blocks * config.block_size
@@ -126,6 +128,11 @@ class InputProcessor:
         """What ``process`` would wait for, without keeping an event loop from its other work."""
         if params.structured_outputs is not None:
             await self._grammars.compiled(params.structured_outputs)
+
+    def close(self) -> None:
+        """Ends the processes that try forms of output."""
+        if isinstance(self._grammars, GrammarTrials):
+            self._grammars.close()
 
     def _num_kept(self, params: SamplingParams) -> int | None:
         """How many of a prompt's last tokens are used; None for all."""
