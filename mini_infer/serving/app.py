@@ -15,7 +15,7 @@ from mini_infer import __version__
 from mini_infer.runtime.async_engine import AsyncEngine, Prompt, run_off_loop
 from mini_infer.serving.answer import DeltaStream, Envelope, collect, events_of
 from mini_infer.serving.chat import ChatChunks, chat_answer, chat_prompt, text_length
-from mini_infer.serving.completions import CompletionFormat
+from mini_infer.serving.completions import CompletionFormat, without_output
 from mini_infer.serving.errors import ERROR_RESPONSES, install_error_handlers
 from mini_infer.serving.gate import CLIENT_CLOSED_REQUEST, gated
 from mini_infer.serving.metrics import HEARD, EngineMetrics
@@ -106,6 +106,8 @@ def create_app(
         spans.expect(prompts, request.headers)
         add_special_tokens = body.add_special_tokens is not False
         stream = open_stream(prompts, body, add_special_tokens=add_special_tokens)
+        if body.only_echoes:
+            stream = without_output(stream)
         formatter = CompletionFormat(envelope, body, engine.tokenizer, prompts)
         if body.stream:
             return await stream_response(request, events_of(stream, formatter.chunks, envelope))

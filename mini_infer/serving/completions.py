@@ -1,10 +1,11 @@
 """POST /v1/completions: a batch of prompts, echo, and OpenAI's older shape of log-probabilities."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.outputs import Logprob, RequestDelta, RequestOutput
-from mini_infer.serving.answer import Envelope, UsageSoFar, usage_of
+from mini_infer.serving.answer import DeltaStream, Envelope, UsageSoFar, usage_of
 from mini_infer.serving.logprobs import CompletionLogprobs, joined, no_logprobs, prompt_logprobs
 from mini_infer.serving.schema import CompletionRequest
 from mini_infer.serving.text_offsets import PromptText
@@ -124,6 +125,21 @@ class CompletionFormat:
             if self._body.echo and positions:
                 before = self._logprobs[index].echo(positions, num_top)
         return text, joined(before, self._logprobs[index].add(logprobs, num_top))
+
+
+async def without_output(stream: DeltaStream) -> AsyncGenerator[list[RequestDelta], None]:
+    """The deltas of requests that had to generate a token for an echo alone."""
+    async with contextlib.aclosing(stream):
+        async for deltas in stream:
+            for delta in deltas:
+                delta.text, delta.token_ids, delta.logprobs = "", (), ()
+                if delta.finish_reason == "stop":
+                    delta.finish_reason, delta.stop_reason = "length", None
+                for choice in delta.output.outputs if delta.output else ():
+                    choice.text, choice.token_ids = "", []
+                    choice.logprobs = None if choice.logprobs is None else []
+                    choice.finish_reason, choice.stop_reason = "length", None
+            yield deltas
 
 
 def _choice(

@@ -286,6 +286,11 @@ class CompletionRequest(RequestBody):
     logprobs: int | None = None
     best_of: int | None = None
 
+    @property
+    def only_echoes(self) -> bool:
+        """Is nothing asked for but the prompt, to score it?"""
+        return self.echo and self.max_tokens == 0
+
     def check(self) -> None:
         super().check()
         self._refuse_fields_of("/v1/chat/completions", CHAT_ONLY)
@@ -302,6 +307,8 @@ class CompletionRequest(RequestBody):
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError for a value out of range."""
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.only_echoes:
+            max_tokens = 1  # which ``without_output`` leaves out
         params = self._sampling_params(
             max_tokens=max_tokens, logprobs=self.logprobs, structured_outputs=self.output_form()
         )

@@ -83,6 +83,32 @@ def test_echo_puts_the_prompt_first(server: LiveServer, prompt: Any, n: int) -> 
         assert "".join(item["text"] for item in streamed) == choice["text"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"n": 2, "return_token_ids": True}])
+def test_an_echo_of_0_tokens_is_the_prompt_alone(
+    server: LiveServer, fields: dict[str, Any]
+) -> None:
+    body = {"prompt": ["Hello", "Grüße"], "echo": True, "temperature": 0, "seed": 1, **fields}
+    one = server.client.post(COMPLETIONS, json={**body, "max_tokens": 1}).json()
+    answer = server.client.post(COMPLETIONS, json={**body, "max_tokens": 0}).json()
+    num_prompt_tokens = one["usage"]["prompt_tokens"]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["total_tokens"] == num_prompt_tokens
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *events, last = server.stream(COMPLETIONS, **body, **usage, max_tokens=0)
+    assert last["usage"]["completion_tokens"] == 0
+    for choice, longer in zip(answer["choices"], one["choices"], strict=True):
+        assert choice["text"] == ("Hello", "Grüße")[choice["index"] // fields.get("n", 1)]
+        assert choice["finish_reason"] == "length"
+        assert choice.get("token_ids", []) == []
+        for name, values in (choice["logprobs"] or {}).items():
+            assert values == longer["logprobs"][name][:-1]
+        chunks = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+        assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
+        assert chunks[-1]["finish_reason"] == "length"
+        if choice["logprobs"]:
+            assert chunks[0]["logprobs"] == choice["logprobs"]
+
+
 def test_logprobs_without_echo_start_at_0(server: LiveServer) -> None:
     [choice] = server.complete(logprobs=2, **GREEDY).json()["choices"]
     logprobs = choice["logprobs"]
