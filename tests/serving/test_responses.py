@@ -185,6 +185,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": "json"}}, "text", "must be an object"),
     ({"response_format": {"type": "json_object"}}, "response_format", "called text.format"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input", "input[0].call_id"),
+    ({"previous_input_messages": ["x"]}, "previous_input_messages", "not supported"),
+    ({"enable_response_messages": True}, "enable_response_messages", "not supported"),
     ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"prompt": {"id": "x"}}, "prompt", "not supported"),
