@@ -66,7 +66,10 @@ class Restarts:
                 self._starter.cancel()
 
     async def _restart(self, how: str, dead: EngineHost) -> None:
-        await asyncio.to_thread(dead.close)
+        try:
+            await asyncio.to_thread(dead.close)
+        except Exception:  # the next one may start all the same
+            logger.exception("what the engine left could not be cleared away")
         while self._starter is not None and self._num_restarts < MAX_RESTARTS:
             await asyncio.sleep(FIRST_DELAY * 2**self._num_restarts)
             self._num_restarts += 1

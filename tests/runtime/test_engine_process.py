@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -251,6 +252,15 @@ async def test_an_engine_that_cannot_be_restarted_is_given_up(
         assert len(starts) == 5
         with pytest.raises(EngineDeadError, match=f"{why}.*; 5 restarts did not help"):
             await text_of(engine, "Hello")
+
+
+async def test_what_is_left_of_an_engine_keeps_no_other_from_starting() -> None:
+    dead, starter, restarted = Mock(), Mock(), Mock()
+    dead.close.side_effect = OSError("no")
+    restarts = engine_restarts.Restarts(starter, restarted, Mock())
+    assert "is being restarted" in restarts.begin("died", dead)
+    await until(lambda: restarted.called)
+    restarted.assert_called_once_with(starter.start())
 
 
 def children() -> set[int]:
