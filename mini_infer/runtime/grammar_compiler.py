@@ -75,14 +75,14 @@ class GrammarCompiler:
         spec = (*params.spec, params.thoughts)
         with self._lock:
             future = self._cache.get(spec)
-            if future is None or (future.done() and future.exception() is not None):
+            if future is None or future.cancelled() or (future.done() and future.exception()):
                 future = self._cache[spec] = self._submit(spec)
             self._cache.move_to_end(spec)
             while len(self._cache) > 1 and (
                 len(self._cache) > CACHED_GRAMMARS
                 or sum(len(text) for _, text, _ in self._cache) > CACHED_CHARS
             ):
-                self._cache.popitem(last=False)
+                self._drop(self._cache.popitem(last=False)[1])
             return future
 
     def check(self, params: StructuredOutputsParams) -> None:
@@ -125,6 +125,9 @@ class GrammarCompiler:
             finally:
                 threading.stack_size(size)
 
+    def _drop(self, future: "Future[LLMatcher]") -> None:
+        """It is kept no longer: who waits for it, if anybody does, gets it all the same."""
+
     def _patience(self) -> float:
         """Seconds that a caller waits."""
         return COMPILE_SECONDS
@@ -135,7 +138,7 @@ class GrammarCompiler:
         )
 
     def _raise_failure(self, params: StructuredOutputsParams, future: "Future[LLMatcher]") -> None:
-        if not future.done():
+        if future.cancelled() or not future.done():
             raise self._unfinished(params)
         try:
             future.result()

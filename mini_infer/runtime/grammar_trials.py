@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.engine_config import EngineConfig
@@ -86,6 +87,11 @@ class GrammarTrials(GrammarCompiler):
         if self._closed:
             trial.kill()
         return trial
+
+    def _drop(self, future: "Future[Any]") -> None:
+        """What has not been begun is given up: a client that hangs up leaves its form behind, and
+        as many may wait as are kept."""
+        future.cancel()
 
     def _patience(self) -> float:
         return PATIENCE_SECONDS

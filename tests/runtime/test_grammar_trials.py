@@ -1,5 +1,6 @@
 """Forms that crash a compiler, or that it never gets done with, cost a process and nothing else."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mini_infer.core.errors import InvalidRequestError
+from mini_infer.core.errors import InvalidRequestError, UnavailableError
 from mini_infer.core.structured_outputs import StructuredOutputsParams as Params
 from mini_infer.runtime import grammar_compiler
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
@@ -100,3 +101,30 @@ def test_its_end_is_not_held_up(trials: GrammarTrials) -> None:
     with pytest.raises(InvalidRequestError):
         futures[0].result()
     assert not any(map(psutil.pid_exists, pids))
+
+
+async def test_as_many_wait_as_are_kept(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that hang up leave their forms behind."""
+    begun: list[Any] = []
+    go_on = threading.Event()
+
+    def compile_slowly(spec: Any) -> None:
+        begun.append(spec)
+        go_on.wait(5)
+
+    monkeypatch.setattr(trials, "_compile", compile_slowly)
+    monkeypatch.setattr(grammar_compiler, "CACHED_GRAMMARS", 3)
+    forms = [Params(regex="a" * number) for number in range(1, 11)]
+    waiting = [asyncio.create_task(trials.compiled(form)) for form in forms[:2]]
+    await asyncio.sleep(0)
+    wait_for(lambda: len(begun) == 2)
+    waiting += [asyncio.create_task(trials.compiled(form)) for form in forms[2:]]
+    await asyncio.sleep(0)
+    go_on.set()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    num_refused = sum(isinstance(end, UnavailableError) for end in ends)
+    assert num_refused == 5, "two were begun, three are kept"
+    assert ends.count(None) == 5
+    await trials.compiled(forms[4])
