@@ -4,7 +4,8 @@ uvicorn waits for the head of a connection's first request without end, and for 
 which a byte came. Such connections cost no more than a file descriptor each, but a process has only
 so many, and at the last one nobody is served any more.
 
-Nor does uvicorn end its wait for a client that reads nothing of its answer.
+Nor does uvicorn end its wait for a client that reads nothing of its answer, or bound
+the length of a head, which it keeps before anybody looks at its key.
 """
 
 import asyncio
@@ -19,6 +20,13 @@ else:
 
 HEAD_TIMEOUT = 30.0
 """Seconds that a client has for a request's head, from its connection or from its first byte."""
+MAX_HEAD_BYTES = 2**16
+"""Within which a head must end; what the last read brought beyond them is let pass."""
+TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-type: text/plain\r\ncontent-length: 27\r\nconnection: close\r\n\r\n"
+    b"the headers are too long.\r\n"
+)
 WRITE_TIMEOUT = 120.0
 """Seconds within which a client that lets an answer wait must read some of it, as with nginx's
 ``send_timeout``. What it reads first is what the system's buffers hold, some megabytes."""
@@ -67,6 +75,7 @@ class GuardedProtocol(Protocol):
 
     half_open: HalfOpen
     write_timeout = WRITE_TIMEOUT
+    _num_head_bytes = 0
     _unread: asyncio.TimerHandle | None = None
     """Runs while more waits for the client than the transport wants to hold."""
 
@@ -111,8 +120,13 @@ class GuardedProtocol(Protocol):
             return
         if cycle is None or cycle.response_complete:
             self.half_open.enter(self)
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.transport.write(TOO_LONG)
+                self.transport.close()
         else:
             self.half_open.leave(self)
+            self._num_head_bytes = 0
 
 
 def raise_descriptor_limit() -> int:

@@ -67,6 +67,29 @@ def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
         assert is_cut(connection)
 
 
+def test_a_head_without_end_is_refused() -> None:
+    """uvicorn kept it in memory, before any key was looked at."""
+    with listening(HalfOpen(100)) as address, socket.create_connection(address) as connection:
+        connection.settimeout(5)
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        with contextlib.suppress(OSError):  # cut while it sent
+            for number in range(200):
+                connection.sendall(b"X-%d: " % number + b"a" * 2**14 + b"\r\n")
+            connection.sendall(b"\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 200 " not in connection.recv(4096)
+
+
+def test_a_long_head_and_a_longer_body_pass() -> None:
+    body = b"b" * 2**19
+    with listening(HalfOpen(100)) as address:
+        url = f"http://{address[0]}:{address[1]}/"
+        with httpx.Client() as client:
+            for _ in range(3):
+                answer = client.post(url, content=body, headers={"x-long": "a" * 40_000})
+                assert answer.content == body
+
+
 def test_a_request_takes_as_long_as_it_takes() -> None:
     half_open = HalfOpen(100, timeout=0.2)
     with (
