@@ -120,14 +120,14 @@ def test_launches_are_sized_from_counts_and_the_longest_context(
 @pytest.mark.parametrize("head_bytes", [128, 160, 256, 512, 1024])
 @pytest.mark.parametrize("kib", [227, 163, 99])
 def test_tiles_fit_the_memory_of_smaller_cards(head_bytes: int, kib: int) -> None:
-    """Of heads of a kibibyte (float32, 256 dimensions) the smallest tiles are all that is tried."""
+    """Up to heads of a kibibyte: float32, 256 dimensions."""
     plan = split.plan_splits(4, 2, 8, 4096, head_bytes, 132, kib * 1024)
     heads = {"num_kv_heads": 2, "group": 8, "head_dim": head_bytes // 2}
     long_tiles = [plan_tiles((length,), heads, 4096, kib * 1024)[0] for length in (9, 64, 8192)]
     for tiles in (plan.tiles, *long_tiles):
         padded = 1 << (head_bytes - 1).bit_length()
         used = (tiles.rows + 2 * tiles.keys * tiles.num_stages) * padded
-        assert used <= kib * 1024 or (tiles.keys, tiles.num_stages) == (16, 2)
+        assert used <= kib * 1024
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"blocks of {s.block_size}")

@@ -149,9 +149,9 @@ def plan_tiles(
     chunks = [length for length in query_lens if length > query_limit]
     head_bytes = head_dim * itemsize
     is_narrow = max(chunks) * group <= 64 or (memory < WIDE_TILE_MEMORY and head_bytes > 128)
-    # Float32 has no tensor cores. With larger tiles of long heads, registers spill, and what is
-    # unrolled takes a minute and a half to compile.
-    is_slow = head_bytes > 512
+    # Float32 has no tensor cores, and for Triton cards of 64 KiB (Turing) have none at all. With
+    # larger tiles of long heads, registers spill, and what is unrolled takes minutes to compile.
+    is_slow = head_bytes > 512 or (memory < WIDE_TILE_MEMORY and head_bytes > 256)
     rows = max(32 if is_slow else 64 if is_narrow else 128, power_of_two(group))
     num_warps, tile_tokens = 8 if rows >= 128 else 4, rows // group
     programs = num_kv_heads * sum(triton.cdiv(length, tile_tokens) for length in chunks)
