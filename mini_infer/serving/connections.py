@@ -9,19 +9,16 @@ the length of a head, which it keeps before anybody looks at its key.
 """
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
-else:
-    Protocol = AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
 
 HEAD_TIMEOUT = 30.0
 """Seconds that a client has for a request's head, from its connection or from its first byte."""
 MAX_HEAD_BYTES = 2**16
-"""Within which a head must end; what the last read brought beyond them is let pass."""
+"""Within which a head must end, and the trailers of a body. What one read brought is let pass."""
+MAX_PIPELINED = 16
+"""Requests that a client may send ahead of the answer to an earlier one. uvicorn keeps them all."""
 TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-type: text/plain\r\ncontent-length: 27\r\nconnection: close\r\n\r\n"
@@ -76,6 +73,7 @@ class GuardedProtocol(Protocol):
     half_open: HalfOpen
     write_timeout = WRITE_TIMEOUT
     _num_head_bytes = 0
+    """Since a request began, or since a piece of its body: of its head, or of trailers."""
     _unread: asyncio.TimerHandle | None = None
     """Runs while more waits for the client than the transport wants to hold."""
 
@@ -113,20 +111,29 @@ class GuardedProtocol(Protocol):
             self._unread.cancel()
             self._unread = None
 
+    def on_message_begin(self) -> None:
+        self._num_head_bytes = 0
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
+
     def data_received(self, data: bytes) -> None:
+        self._num_head_bytes += len(data)
         super().data_received(data)
         cycle: Any = self.cycle
         if self.transport.is_closing():
             return
         if cycle is None or cycle.response_complete:
             self.half_open.enter(self)
-            self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.transport.write(TOO_LONG)
                 self.transport.close()
         else:
             self.half_open.leave(self)
-            self._num_head_bytes = 0
+            if self._num_head_bytes > MAX_HEAD_BYTES or len(self.pipeline) > MAX_PIPELINED:
+                self.transport.abort()
 
 
 def raise_descriptor_limit() -> int:

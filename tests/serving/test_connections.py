@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from mini_infer.serving.connections import (
+    MAX_PIPELINED,
     GuardedProtocol,
     HalfOpen,
     half_open_limit,
@@ -73,11 +74,49 @@ def test_a_head_without_end_is_refused() -> None:
         connection.settimeout(5)
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
         with contextlib.suppress(OSError):  # cut while it sent
-            for number in range(200):
-                connection.sendall(b"X-%d: " % number + b"a" * 2**14 + b"\r\n")
-            connection.sendall(b"\r\n")
+            send_all(connection, [b"X-Many: " + b"a" * 2**14 + b"\r\n"] * 200 + [b"\r\n"])
         with contextlib.suppress(ConnectionResetError):
             assert b" 200 " not in connection.recv(4096)
+
+
+def send_all(connection: socket.socket, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        connection.sendall(piece)
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"0\r\n", b"X-A: " + b"a" * 2**14 + b"\r\n"),
+        (b"0\r\nX: ", b"a" * 2**14),
+        (b"1;", b"a" * 2**14),
+    ],
+    ids=["trailers", "one trailer", "extension of a chunk"],
+)
+def test_trailers_without_end_are_cut(begin: bytes, piece: bytes) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n"
+    with listening(HalfOpen(100)) as address, socket.create_connection(address) as connection:
+        connection.sendall(head + begin)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_all(connection, [piece] * 2000)
+
+
+def test_pipelined_requests_without_end_are_cut() -> None:
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    with listening(HalfOpen(100)) as address:
+        with socket.create_connection(address) as connection:
+            connection.settimeout(5)
+            connection.sendall(request * MAX_PIPELINED)
+            answers = b""
+            while answers.count(b"200 OK") < MAX_PIPELINED:
+                answers += connection.recv(2**16)
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            connection.settimeout(5)
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                send_all(connection, [request * 1000] * 10)
+                while connection.recv(2**16):  # whatever was answered before
+                    pass
 
 
 def test_a_long_head_and_a_longer_body_pass() -> None:
