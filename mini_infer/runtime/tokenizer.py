@@ -180,6 +180,13 @@ class HFTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: without what is made when it is first asked for. Compiled templates
+        are code, which can't be sent."""
+        state = dict(self.__dict__)
+        state.pop("_chat_templates", None)
+        return {**state, "_token_bytes": {}}
+
     @cached_property
     def _chat_templates(self) -> "ChatTemplates":
         from mini_infer.runtime.chat_template import ChatTemplates

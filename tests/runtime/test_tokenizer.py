@@ -1,6 +1,7 @@
 """Tokenizers built here: ids and text equal to transformers', bytes per token, special tokens."""
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,17 @@ def test_saved_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
     tokenizer = HFTokenizer.from_folder(save(tmp_path, backend, BYTE_LEVEL_CONFIG))
     plain = HFTokenizer(byte_level(), BYTE_LEVEL_CONFIG, {})
     assert tokenizer.encode(CORPUS[0]) == plain.encode(CORPUS[0])
+
+
+def test_one_that_was_used_can_be_sent_to_another_process() -> None:
+    """Compiled templates are code: the first chat kept every form of output from being tried."""
+    templates = {"default": "{{ messages[0]['content'] }}"}
+    tokenizer = HFTokenizer(byte_level(), BYTE_LEVEL_CONFIG, templates)
+    messages = [{"role": "user", "content": "Hello"}]
+    asked = tokenizer.apply_chat_template(messages), tokenizer.token_bytes(5)
+    sent: HFTokenizer = pickle.loads(pickle.dumps(tokenizer))
+    assert (sent.apply_chat_template(messages), sent.token_bytes(5)) == asked
+    assert sent.encode("Hello") == tokenizer.encode("Hello")
 
 
 def test_longest_token_bounds_the_characters_of_a_text(tokenizer: HFTokenizer) -> None:
