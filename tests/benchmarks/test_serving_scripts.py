@@ -38,7 +38,7 @@ def test_serving_load(run: Run) -> None:
     ours, bare, _ = rows.values()
     assert ours["bytes a chunk"] == pytest.approx(bare["bytes a chunk"], abs=1)
     assert ours["server MiB"] > 20
-    assert ours["CPU us a token"] > 0
+    assert ours["CPU us a token"] >= 0  # counted in ticks of 10 ms
     ratio, errors = result["bars"]
     assert ratio["value"] == pytest.approx(ours["tok/s"] / bare["tok/s"])
     assert (errors["value"], errors["met"]) == (0, True)
