@@ -182,12 +182,13 @@ class BodyLimit:
             nonlocal num_bytes, complete
             if complete:  # what still comes is the client's end, at any time
                 return await receive()
-            start = now()
+            # Chosen before the wait: the loop's timers may fire a tick before their time.
+            pause_ends = now() + BODY_PAUSE
+            late = self._timeout if deadline < pause_ends else BODY_PAUSE
             try:
-                async with asyncio.timeout_at(min(deadline, start + BODY_PAUSE)):
+                async with asyncio.timeout_at(min(deadline, pause_ends)):
                     message = await receive()
             except TimeoutError:
-                late = self._timeout if now() >= deadline else BODY_PAUSE
                 raise HTTPException(
                     408,
                     f"the rest of the body did not come within {late:g} seconds",
