@@ -38,6 +38,16 @@ class Chunk(NamedTuple):
     """Appended to the slot's block table before the step runs."""
     samples: bool = True
     """The chunk reaches the request's last token, so its last row of logits is sampled."""
+    num_drafts: int = 0
+    """So many tokens at its end are drafts: they are verified, and each row of logits from the one
+    before the first draft on is sampled."""
+    draft_token_ids: tuple[int, ...] = ()
+    """The drafts, where the host proposed them; else they stand in the device's token table."""
+    start_known: bool = True
+    """False while a step in flight verifies drafts of the request: then ``num_computed_tokens`` is
+    what it is if all of them are accepted, and the device knows better."""
+    num_proposed: int = 0
+    """Drafts that the device shall propose behind what the chunk samples, for the next step."""
 
 
 @dataclass(frozen=True, slots=True)

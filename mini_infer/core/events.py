@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.outputs import FinishReason
 
 
@@ -97,6 +98,21 @@ class TokensEmitted(RequestEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsVerified(RequestEvent):
+    """A step compared ``num_drafts`` drafts with what the model itself samples; the first
+    ``num_accepted`` were that. Its tokens are those and one more.
+
+    ``seconds`` is what the whole step took, ``plain_seconds`` what plain decoding of this
+    request's tokens would have, both by the cost model; 0 where there is none.
+    """
+
+    num_drafts: int
+    num_accepted: int
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Finished(RequestEvent):
     """``first_token_time`` and ``last_token_time`` are those of its ``TokensEmitted``, for who
     does not listen to tokens; None where there was none."""
@@ -106,6 +122,8 @@ class Finished(RequestEvent):
     num_output_tokens: int
     first_token_time: float | None = None
     last_token_time: float | None = None
+    drafts: DraftCounts | None = None
+    """How its drafts fared; None where it never had any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from mini_infer.core.draft_counts import DraftCounts
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -29,6 +31,8 @@ class StepOutput:
     """Aligned with ``token_ids``; () for chunks that asked for none, or () as a whole."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """Of the prompt tokens *predicted* by the chunk's positions; () where not asked for."""
+    draft_token_ids: tuple[tuple[int, ...], ...] = ()
+    """What the device proposed behind each chunk; () as a whole where nobody has to know."""
 
 
 class RequestUpdate(NamedTuple):
@@ -71,6 +75,9 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    drafts: DraftCounts | None = None
+    """How speculation fared, over all choices: acceptance, accepted length, speed-up. None where no
+    draft was verified."""
 
     @property
     def time_to_first_token(self) -> float | None:

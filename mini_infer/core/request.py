@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.outputs import FinishReason, TokenLogprobs
 from mini_infer.core.sampling_params import SamplingParams
 
@@ -32,7 +33,7 @@ class OutputGrammar(Protocol):
         """True when no further text can follow."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """A prompt, what was generated from it so far, and how much of both has KV.
 
@@ -78,6 +79,15 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
     num_in_flight_steps: int = 0
+    num_in_flight_drafts: int = 0
+    """Drafts that steps in flight verify. ``num_in_flight_tokens`` and ``num_computed_tokens`` count
+    them as accepted, until the host knows."""
+    num_drafts: int = 0
+    """Drafts that the last submitted step leaves for it on the device."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Those, once the host knows them and has to, for a grammar's masks."""
+    drafts: DraftCounts | None = None
+    """How its drafts fared so far."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit at first admission; None before it."""
     num_preemptions: int = 0

@@ -1,0 +1,1 @@
+"""Proposers of drafts that live where the model runs."""

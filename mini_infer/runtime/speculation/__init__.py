@@ -1,0 +1,1 @@
+"""Speculative decoding, as the host sees it: who proposes, how many, and how that fares."""
