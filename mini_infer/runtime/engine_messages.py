@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from mini_infer.core import errors
+from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.events import (
     Admitted,
@@ -27,6 +28,7 @@ from mini_infer.core.events import (
     BlocksAllocated,
     BlocksReleased,
     ChunkScheduled,
+    DraftsVerified,
     Event,
     Finished,
     Preempted,
@@ -49,6 +51,7 @@ EVENT_KINDS: tuple[type[Event], ...] = (
     Preempted,
     Resumed,
     TokensEmitted,
+    DraftsVerified,
     Finished,
     StepCompleted,
 )
@@ -276,4 +279,6 @@ def unpack_event(packed: Sequence[Any]) -> Event:
     if kind is BlocksAllocated:
         _, time, request_id, block_ids = packed
         return BlocksAllocated(time, request_id, tuple(block_ids))
+    if kind is Finished:
+        return Finished(*packed[1:-1], drafts=msgspec.convert(packed[-1], DraftCounts | None))
     return kind(*packed[1:])

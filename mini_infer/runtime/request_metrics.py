@@ -3,7 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mini_infer.core.events import Admitted, Event, EventStream, Finished, Preempted, Queued
+from mini_infer.core.draft_counts import DraftCounts
+from mini_infer.core.events import (
+    Admitted,
+    DraftsVerified,
+    Event,
+    EventStream,
+    Finished,
+    Preempted,
+    Queued,
+)
 from mini_infer.core.outputs import RequestMetrics
 from mini_infer.core.request import Request
 
@@ -21,13 +30,15 @@ class RequestMetricsObserver:
     """Fills metrics while requests run: a request's are its choices' first and last milestones.
 
     It listens to what comes a few times in a request's life. The times of its tokens come with its
-    updates and its end, so that no event per token need be built for them.
+    updates and its end, so that no event per token need be built for them. Its drafts, which only
+    speculation has, are told of as they are verified: a stop string ends a choice before the
+    scheduler does.
     """
 
     def __init__(self, events: EventStream) -> None:
         self._events = events
         self._choices: dict[str, _Choice] = {}
-        events.subscribe(self._observe, Queued, Admitted, Preempted, Finished)
+        events.subscribe(self._observe, Queued, Admitted, Preempted, DraftsVerified, Finished)
 
     def add(self, choices: Sequence[Request]) -> RequestMetrics:
         """Starts to follow a caller's request, whose choices these are."""
@@ -50,7 +61,7 @@ class RequestMetricsObserver:
         metrics.finished_time = self._events.now() if finished is None else finished.time
 
     def _observe(self, event: Event) -> None:
-        assert isinstance(event, Queued | Admitted | Preempted | Finished)
+        assert isinstance(event, Queued | Admitted | Preempted | DraftsVerified | Finished)
         choice = self._choices.get(event.request_id)
         if choice is None:
             return
@@ -63,6 +74,12 @@ class RequestMetricsObserver:
                 metrics.first_scheduled_time = event.time
         elif isinstance(event, Preempted):
             metrics.num_preemptions += 1
+        elif isinstance(event, DraftsVerified):
+            if metrics.drafts is None:
+                metrics.drafts = DraftCounts()
+            metrics.drafts.add(
+                event.num_drafts, event.num_accepted, event.seconds, event.plain_seconds
+            )
         else:
             choice.finished = event
 

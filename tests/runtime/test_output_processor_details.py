@@ -5,6 +5,7 @@ import pytest
 from mini_infer.core.events import (
     Admitted,
     Answered,
+    DraftsVerified,
     Event,
     Finished,
     Preempted,
@@ -137,6 +138,35 @@ def test_metrics_of_choices_are_their_requests(bench: Bench) -> None:
     assert (metrics.queued_time, metrics.first_scheduled_time) == (1.0, 2.5)
     assert (metrics.first_token_time, metrics.last_token_time) == (3.0, 4.5)
     assert metrics.finished_time == 6.0
+
+
+def test_metrics_count_the_drafts_of_all_choices(bench: Bench) -> None:
+    first, second = bench.add(n=2, stop=["."])
+    for event in (
+        DraftsVerified(1.0, first, 3, 2, 0.5, 1.5),
+        DraftsVerified(1.0, second, 1, 0, 0.25, 0.25),
+        DraftsVerified(2.0, second, 2, 2, 0.25, 0.75),
+        DraftsVerified(2.0, "unknown", 9, 9),
+    ):
+        bench.events.emit(event)
+    bench.update("ab.", request_id=first)  # ends it before the scheduler knows
+    bench.update("abcd", "length", request_id=second)
+    drafts = bench.output.metrics.drafts
+    assert drafts is not None
+    assert (drafts.num_verifications, drafts.num_draft_tokens, drafts.num_accepted_tokens) == (
+        3,
+        6,
+        4,
+    )
+    assert (drafts.proposed, drafts.accepted) == ([3, 2, 1], [2, 2, 0])
+    assert drafts.mean_accepted_length == 1 + 4 / 3
+    assert drafts.speedup == 2.5
+
+
+def test_metrics_without_speculation_have_no_drafts(bench: Bench) -> None:
+    bench.add()
+    bench.update("a", "length")
+    assert bench.output.metrics.drafts is None
 
 
 def test_metrics_of_a_request_that_is_told_at_its_end_come_with_its_end(bench: Bench) -> None:
