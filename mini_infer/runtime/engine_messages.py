@@ -280,5 +280,6 @@ def unpack_event(packed: Sequence[Any]) -> Event:
         _, time, request_id, block_ids = packed
         return BlocksAllocated(time, request_id, tuple(block_ids))
     if kind is Finished:
-        return Finished(*packed[1:-1], drafts=msgspec.convert(packed[-1], DraftCounts | None))
+        _, *values, drafts = packed
+        return Finished(*values, msgspec.convert(drafts, DraftCounts | None))
     return kind(*packed[1:])
