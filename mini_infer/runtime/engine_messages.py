@@ -280,6 +280,5 @@ def unpack_event(packed: Sequence[Any]) -> Event:
         _, time, request_id, block_ids = packed
         return BlocksAllocated(time, request_id, tuple(block_ids))
     if kind is Finished:
-        _, *values, drafts = packed
-        return Finished(*values, msgspec.convert(drafts, DraftCounts | None))
+        packed = [*packed[:-1], msgspec.convert(packed[-1], DraftCounts | None)]
     return kind(*packed[1:])
