@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import click
 
 from mini_infer.core.engine_config import AUTO, engine_options
+from mini_infer.core.speculative_config import SpeculativeConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,10 +64,13 @@ def engine_option(name: str, metadata: Mapping[str, Any]) -> Callable[[Function]
         value_type = AutoChoice(choices)
     elif kind in (int, float) and not name.endswith("_memory"):
         value_type = AutoNumber(kind)
-    else:  # the engine's resolver reads an amount of memory, such as 2GiB
+    else:  # the engine's resolver reads an amount of memory, such as 2GiB, and JSON
         value_type = click.STRING
     shown = "" if default is None else f" [default: {default}]"
-    return click.option(flag, name, type=value_type, default=None, help=text + shown)
+    metavar = "JSON" if kind is SpeculativeConfig else None
+    return click.option(
+        flag, name, type=value_type, default=None, metavar=metavar, help=text + shown
+    )
 
 
 def with_engine_options(function: Function) -> Function:

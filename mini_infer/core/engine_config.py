@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.model_config import ModelConfig
+from mini_infer.core.speculative_config import SpeculativeConfig
 
 AUTO = "auto"
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -96,6 +97,12 @@ class EngineConfig:
     depth: int = option(
         AUTO, "Steps in flight; 2 schedules a step before the last one's result.", kind=int
     )
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        'Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4}. Methods: '
+        "ngram, draft_model, early_exit, head, or your module:Class.",
+        kind=SpeculativeConfig,
+    )
     enforce_eager: bool = option(
         False,
         "Launch every kernel of a step anew, instead of replaying CUDA graphs; a CPU has none.",
@@ -152,6 +159,18 @@ class EngineConfig:
         return self.max_num_batched_tokens + (
             0 if self.enable_chunked_prefill else self.max_num_seqs
         )
+
+    @property
+    def speculates_on_device(self) -> bool:
+        """Are drafts proposed where the model runs?"""
+        return self.speculative_config is not None and self.speculative_config.on_device
+
+    @property
+    def max_drafts_ahead(self) -> int:
+        """Tokens beyond ``max_model_len`` that tables hold: drafts of a request at its end, which
+        steps of uniform length can't leave out."""
+        config = self.speculative_config
+        return 0 if config is None else config.num_speculative_tokens + 1
 
     @property
     def max_blocks_per_request(self) -> int:

@@ -1,6 +1,7 @@
 """How an engine speculates: who proposes drafts, and how many."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from mini_infer.core.errors import InvalidConfigError
@@ -56,6 +57,16 @@ class SpeculativeConfig:
             )
         if self.num_layers is not None and self.num_layers < 1:
             raise InvalidConfigError(f"num_layers must be 1 or more, got {self.num_layers}")
+
+    def __str__(self) -> str:
+        """As a user would say it: the JSON of ``--speculative-config``."""
+        said = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in ("model_config", "on_device")  # those are found again
+            and getattr(self, item.name) != item.default
+        }
+        return json.dumps(said)
 
     @property
     def draft_counts(self) -> tuple[int, ...]:

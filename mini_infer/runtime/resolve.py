@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from mini_infer.core.engine_config import AUTO, DEFAULT_MODEL, EngineConfig, engine_options
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.model_config import ModelConfig
+from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.executor import Executor
+from mini_infer.runtime.resolve_speculation import parse_speculation, resolve_speculation
 from mini_infer.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -125,6 +127,8 @@ def _convert(name: str, value: Any, option: Mapping[str, Any]) -> Any:
     default, choices, kind = option["default"], option["choices"], option["kind"]
     if value is None or value == AUTO:
         return default
+    if kind is SpeculativeConfig:
+        return parse_speculation(value)
     if choices:
         if value not in choices:
             raise InvalidConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -157,6 +161,8 @@ def _dry_run_core(given: dict[str, Any]) -> tuple[EngineConfig, Executor]:
     if given["served_model_name"] == AUTO and given["model"] == DEFAULT_MODEL:
         given["served_model_name"] = DRY_RUN_NAME  # nobody should take it for the model
     _resolve_lengths(given, model_config)
+    said = given["speculative_config"]
+    given["speculative_config"] = resolve_speculation(said, given, model_config)
     if given["kv_cache_memory"] == AUTO:
         given["kv_cache_memory"] = KV_LIMIT
     config = EngineConfig(model_config=model_config, **given)
@@ -182,6 +188,9 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
         capability = torch.cuda.get_device_capability()
         check_available(capability, given["block_size"], model_config.head_dim, given["dtype"])
     _resolve_lengths(given, model_config)
+    given["speculative_config"] = resolve_speculation(
+        given["speculative_config"], given, model_config, files.folder
+    )
     if given["kv_cache_memory"] == AUTO:
         on_cpu = given["device"] == "cpu"
         given["kv_cache_memory"] = _default_kv_memory(given, model_config) if on_cpu else None
@@ -191,6 +200,8 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
         *(config.model, config.dtype, config.device, config.max_model_len),
         *(config.max_num_batched_tokens, config.depth),
     )
+    if config.speculative_config is not None:
+        logger.info("speculative decoding: %s", config.speculative_config)
     return config
 
 
@@ -249,8 +260,12 @@ def _default_kv_memory(given: Mapping[str, Any], model_config: ModelConfig) -> i
     import psutil
 
     wide = given["dtype"] != "bfloat16"  # float16 weights are multiplied, and cached, in float32
-    bytes_per_token = model_config.num_layers * model_config.kv_layout.bytes_per_token(
-        4 if wide else 2
+    speculation: SpeculativeConfig | None = given["speculative_config"]
+    drafts = speculation.model_config if speculation is not None else None
+    bytes_per_token = sum(
+        config.num_layers * config.kv_layout.bytes_per_token(4 if wide else 2)
+        for config in (model_config, drafts)
+        if config is not None
     )
     block: int = max(given["block_size"], 1)  # EngineConfig refuses what is smaller
     longest = -(-given["max_model_len"] // block) * block

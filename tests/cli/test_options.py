@@ -44,6 +44,7 @@ def test_auto_is_the_same_as_nothing(name: str) -> None:
         (("--dtype", "float32"), {"dtype": "float32"}),
         (("--kv-cache-memory", "2GiB"), {"kv_cache_memory": "2GiB"}),
         (("--gpu-memory-utilization", "0.5"), {"gpu_memory_utilization": 0.5}),
+        (("--speculative-config", '{"a": 1}'), {"speculative_config": '{"a": 1}'}),
         (("--dry-run",), {"dry_run": True}),
         (("--no-dry-run",), {"dry_run": False}),
         (("--no-prefix-caching",), {"enable_prefix_caching": False}),
@@ -80,3 +81,4 @@ def test_help_shows_text_and_default() -> None:
         assert option["help"].split(",")[0].split(" ")[0] in text
     assert "[default: smollm2-135m]" in text
     assert "[auto|float32|float16|bfloat16]" in text
+    assert "--speculative-config JSON Speculative decoding" in text

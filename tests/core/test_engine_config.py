@@ -6,6 +6,7 @@ import pytest
 
 from mini_infer.core.engine_config import AUTO, MAX_DEPTH, EngineConfig, engine_options
 from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.speculative_config import SpeculativeConfig
 from tests.runtime.fake_executor import make_config
 
 
@@ -15,7 +16,7 @@ def test_every_option_explains_itself() -> None:
     for name, option in options.items():
         assert option["help"].endswith("."), name
         assert option["help"][0].isupper() or option["help"][0] == "-", name
-        assert option["kind"] in (str, int, float, bool), name
+        assert option["kind"] in (str, int, float, bool, SpeculativeConfig), name
         assert not option["choices"] or option["default"] in (AUTO, *option["choices"]), name
 
 
