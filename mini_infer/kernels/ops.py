@@ -14,7 +14,7 @@ from mini_infer.kernels import flash_attention, reference
 from mini_infer.kernels.cpu_attention import grouped_attention
 from mini_infer.kernels.cpu_norm import cpu_rms_norm
 from mini_infer.kernels.metadata import AttentionMetadata, Rope
-from mini_infer.kernels.reference import Norm, QKNorm
+from mini_infer.kernels.reference import Norm, QKNorm, VerifyInputs
 
 
 @functools.cache
@@ -228,3 +228,41 @@ def publish_(
         kernels.publish_(*arguments)
     else:
         reference.publish_(*arguments)
+
+
+def verify_inputs(
+    slots: Tensor,
+    starts: Tensor,
+    width: int,
+    token_table: Tensor,
+    block_table: Tensor,
+    last_positions: Tensor,
+    kv_limits: Tensor,
+    block_size: int,
+    num_columns: int,
+    null_block: int,
+) -> VerifyInputs:
+    """See ``reference.verify_inputs``."""
+    tables = token_table, block_table, last_positions, kv_limits
+    arguments = slots, starts, width, *tables, block_size, num_columns, null_block
+    if slots.is_cuda and (kernels := gpu_kernels()):
+        result: VerifyInputs = kernels.verify_inputs(*arguments)
+        return result
+    return reference.verify_inputs(*arguments)
+
+
+def accept_drafts_(
+    token_ids: Tensor,
+    first_samples: Tensor,
+    num_drafts: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    token_table: Tensor,
+    last_positions: Tensor,
+) -> Tensor:
+    """See ``reference.accept_drafts_``."""
+    rows = first_samples, num_drafts, slots, starts
+    if slots.is_cuda and (kernels := gpu_kernels()):
+        result: Tensor = kernels.accept_drafts_(token_ids, *rows, token_table, last_positions)
+        return result
+    return reference.accept_drafts_(token_ids, *rows, token_table, last_positions)

@@ -1,5 +1,7 @@
 """The slow, obvious version of every operation: the oracle of the fast ones' tests."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -187,3 +189,105 @@ def publish_(
     results[int(turn), : len(token_ids)] = token_ids
     starts += slots != null_slot
     turn.copy_((turn + 1) % len(results))
+
+
+def accept_drafts_(
+    token_ids: Tensor,
+    first_samples: Tensor,
+    num_drafts: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    token_table: Tensor,
+    last_positions: Tensor,
+) -> Tensor:
+    """Accepts the drafts that the model itself samples (arXiv 2408.07978), in place in the tables.
+
+    Args:
+        token_ids: ``[S]`` int64: row r sampled ``token_ids[first_samples[r] + j]`` for the place
+            ``starts[r] + j`` of its request, ``j`` in ``0..num_drafts[r]``.
+        first_samples, num_drafts, slots, starts: ``[R]`` int64.
+        token_table: ``[slots, length]`` integers. A row's drafts stand there from ``starts[r]`` on;
+            the first sample that is no draft is written, at its place.
+        last_positions: ``[slots]`` int64; gets the place of that sample.
+
+    Returns:
+        ``[R]`` int64: how many drafts equal the samples, up to the first that does not.
+    """
+    most = int(num_drafts.max()) if len(num_drafts) else 0
+    offsets = torch.arange(most + 1, device=slots.device)
+    is_draft = offsets < num_drafts[:, None]
+    # Beyond a row's samples the last one is repeated: it is no draft's.
+    samples = token_ids[first_samples[:, None] + torch.minimum(offsets, num_drafts[:, None])]
+    drafts = token_table[
+        slots[:, None], starts[:, None] + torch.minimum(offsets, num_drafts[:, None])
+    ]
+    same = is_draft & (drafts == samples)
+    num_accepted = same.long().cumprod(1).sum(1)
+    places = starts + num_accepted
+    token_table[slots, places] = samples.gather(1, num_accepted[:, None])[:, 0].to(
+        token_table.dtype
+    )
+    last_positions[slots] = places
+    return num_accepted
+
+
+class VerifyInputs(NamedTuple):
+    """A step of R requests with W tokens each: the last one that is known, and drafts behind it.
+
+    All int64 but the block table.
+    """
+
+    token_ids: Tensor
+    """``[R * W]``"""
+    positions: Tensor
+    """``[R * W]``"""
+    sampled_positions: Tensor
+    """``[R * W]``: where the token behind each one stands, or will."""
+    token_slots: Tensor
+    """``[R * W]``: whose token it is."""
+    slot_mapping: Tensor
+    """``[R * W]``: its flat KV slot."""
+    starts: Tensor
+    """``[R]``: positions of each row's first token."""
+    seqlens_k: Tensor
+    """``[R]``: context lengths, drafts included."""
+    block_table: Tensor
+    """``[R, num_columns]`` int32, of which only the columns in use count."""
+
+
+def verify_inputs(
+    slots: Tensor,
+    starts: Tensor,
+    width: int,
+    token_table: Tensor,
+    block_table: Tensor,
+    last_positions: Tensor,
+    kv_limits: Tensor,
+    block_size: int,
+    num_columns: int,
+    null_block: int,
+) -> VerifyInputs:
+    """What a step of ``width`` tokens a row reads from the device's tables.
+
+    ``slots, starts [R]`` int64: whose tokens, and from which position on; where only the device
+    knows, a start is -1, and the row begins at ``last_positions [slots]``. Tokens at or beyond
+    ``kv_limits [slots]`` have no room in their request's blocks: they are surplus, and their keys
+    go to ``null_block``. Never waits for the device.
+    """
+    starts = torch.where(starts < 0, last_positions[slots], starts)
+    offsets = torch.arange(width, device=slots.device)
+    positions = (starts[:, None] + offsets).flatten()
+    token_slots = slots[:, None].expand(-1, width).flatten()
+    columns = (positions // block_size).clamp(max=block_table.shape[1] - 1)
+    has_room = positions < kv_limits[token_slots]
+    blocks = block_table[token_slots, columns].long().where(has_room, null_block)
+    return VerifyInputs(
+        token_table[token_slots, positions].long(),
+        positions,
+        positions + 1,
+        token_slots,
+        blocks * block_size + positions % block_size,
+        starts,
+        starts + width,
+        block_table[slots, :num_columns],
+    )

@@ -5,6 +5,7 @@ Each function has the arguments of its namesake in ``mini_infer.kernels.referenc
 ``draw`` and ``token_logprobs`` are what ``mini_infer.modeling.sampler`` does on a CPU.
 """
 
+from mini_infer.kernels.triton.accept_drafts import accept_drafts_
 from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
 from mini_infer.kernels.triton.chunk_inputs import chunk_inputs
@@ -17,8 +18,10 @@ from mini_infer.kernels.triton.publish import publish_
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
 from mini_infer.kernels.triton.sampling import draw
 from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, is_skinny, linear
+from mini_infer.kernels.triton.verify_inputs import verify_inputs
 
 __all__ = [
+    "accept_drafts_",
     "add_linear_",
     "chunk_inputs",
     "decode_attention",
@@ -34,4 +37,5 @@ __all__ = [
     "rotary_and_write_kv",
     "silu_and_mul",
     "token_logprobs",
+    "verify_inputs",
 ]
