@@ -1,8 +1,10 @@
 """An output processor on a bench: updates in by hand, deltas and outputs collected."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
+from mini_infer.core.batch import Chunk
 from mini_infer.core.events import EventStream
 from mini_infer.core.outputs import (
     CompletionOutput,
@@ -10,12 +12,15 @@ from mini_infer.core.outputs import (
     RequestDelta,
     RequestOutput,
     RequestUpdate,
+    StepOutput,
+    TokenLogprobs,
 )
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
 from mini_infer.runtime.input_processor import ProcessedRequest
 from mini_infer.runtime.output_processor import OutputProcessor
+from mini_infer.runtime.step_results import apply_chunk_result
 
 TOKENIZER = ByteTokenizer()
 EOS = 257
@@ -64,6 +69,24 @@ class Bench:
         self.stopped += outputs.stopped
         return outputs.deltas
 
+    def sample(self, tokens: Sequence[int], sizes: Sequence[int], request_id: str = "r") -> None:
+        """Steps that sample ``tokens``, as many at a time as ``sizes`` has in turn: all but the
+        last of each step are accepted drafts. Ends with the request, or as if the server did."""
+        request, turns, start = self.requests[request_id], cycle(sizes), 0
+        while start < len(tokens) and self.processor.unfinished_choices(request_id):
+            new = tuple(tokens[start : start + next(turns)])
+            start += len(new)
+            num_drafts = len(new) - 1
+            request.num_in_flight_tokens, request.num_in_flight_drafts = len(new), num_drafts
+            out = StepOutput((new,), (tuple(_logprobs(token) for token in new),))
+            chunk = Chunk(request_id, 0, request.num_tokens - 1, len(new), num_drafts=num_drafts)
+            update = apply_chunk_result(request, chunk, out, 0, self.now)
+            assert update is not None
+            outputs = self.processor.process([update])
+            self.deltas += outputs.deltas
+            self.stopped += outputs.stopped
+        self.deltas += self.processor.abort(request_id, "error")
+
     @property
     def texts(self) -> list[str]:
         return [delta.text for delta in self.deltas]
@@ -83,3 +106,8 @@ class Bench:
         assert not self.processor._choices
         assert not self.processor._parents
         assert not self.processor._metrics._choices
+
+
+def _logprobs(token_id: int) -> TokenLogprobs:
+    """Some, of this token and its neighbour."""
+    return TokenLogprobs(token_id, -token_id / 64, 2, ((token_id ^ 1, -0.5), (token_id, -1.0)))
