@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.events import (
     Admitted,
     Answered,
+    DraftsVerified,
     Event,
     Finished,
     Preempted,
@@ -23,6 +25,7 @@ from mini_infer.core.events import (
     StepCompleted,
     TokensEmitted,
 )
+from mini_infer.serving.draft_metrics import draft_metrics, snapshot
 from mini_infer.serving.histogram import (
     CHOICES_BOUNDS,
     REQUEST_LATENCY_BOUNDS,
@@ -41,6 +44,7 @@ Value = TypeVar("Value")
 HEARD = (
     Admitted,
     Answered,
+    DraftsVerified,
     Finished,
     Preempted,
     Queued,
@@ -105,6 +109,8 @@ class Totals:
     num_waiting: int
     kv_usage: float
     """Share of the KV blocks in use, 0 to 1."""
+    drafts: DraftCounts | None
+    """None where speculation is not configured."""
 
 
 class EngineMetrics:
@@ -124,12 +130,14 @@ class EngineMetrics:
         self._num_running = 0
         self._num_waiting = 0
         self._kv_usage = 0.0
+        self._drafts = DraftCounts()
         self._histograms = _make_histograms(config.max_model_len)
         self._time_to_first_token = self._histograms["time_to_first_token_seconds"]
         self._inter_token_latency = self._histograms["inter_token_latency_seconds"]
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             Admitted: self._on_admitted,
             Answered: self._on_answered,
+            DraftsVerified: self._on_drafts,
             Finished: self._on_finished,
             Preempted: self._on_preempted,
             Queued: self._on_queued,
@@ -152,6 +160,7 @@ class EngineMetrics:
             self._num_running,
             self._num_waiting,
             self._kv_usage,
+            None if self._config.speculative_config is None else snapshot(self._drafts),
         )
 
     # --- events ---
@@ -168,6 +177,12 @@ class EngineMetrics:
         else:
             self._inter_token_latency.observe(time - progress.last_token)
         progress.last_token = time
+
+    def _on_drafts(self, event: DraftsVerified) -> None:
+        if event.request_id in self._progress:
+            self._drafts.add(
+                event.num_drafts, event.num_accepted, event.seconds, event.plain_seconds
+            )
 
     def _on_step(self, event: StepCompleted) -> None:
         self._kv_usage = event.num_used_blocks / event.num_total_blocks
@@ -322,6 +337,11 @@ class EngineMetrics:
         for reason, count in self._answered.items():
             finished.add_metric([*values, reason], count)
         yield finished
+        speculation = config.speculative_config
+        if speculation is not None:
+            yield from draft_metrics(
+                self._drafts, speculation.num_speculative_tokens, names, values
+            )
         for name, histogram in _and_old(self._histograms):
             family = HistogramMetricFamily(PREFIX + name, histogram.help, labels=names)
             family.add_metric(values, *histogram.cumulative())

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Self
 
+from mini_infer.serving.draft_metrics import describe, difference
 from mini_infer.serving.metrics import EngineMetrics
 
 status_logger = logging.getLogger("mini_infer.status")
@@ -52,11 +53,14 @@ class StatusLine:
         queries = totals.prefix_cache_queries - last.prefix_cache_queries
         hits = totals.prefix_cache_hits - last.prefix_cache_hits
         hit_rate = f"{hits / queries:.1%}" if queries else "none looked up"
+        drafts = ""
+        if totals.drafts is not None and last.drafts is not None:
+            drafts = f"; {describe(difference(totals.drafts, last.drafts))}"
         return (
             f"requests: {totals.num_running} running, {totals.num_waiting} waiting; "
             f"tokens/s: {num_prompt_tokens / seconds:.1f} prompt, "
             f"{num_generated / seconds:.1f} generation; "
-            f"KV cache: {totals.kv_usage:.1%} in use; prefix hits: {hit_rate}"
+            f"KV cache: {totals.kv_usage:.1%} in use; prefix hits: {hit_rate}{drafts}"
         )
 
     def _run(self) -> None:

@@ -1,6 +1,7 @@
 """/metrics: what the event stream told, under vLLM's names."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mini_infer.core.events import (
     Admitted,
     Answered,
+    DraftsVerified,
     Finished,
     Preempted,
     Queued,
@@ -16,6 +18,7 @@ from mini_infer.core.events import (
     StepCompleted,
     TokensEmitted,
 )
+from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.histogram import Histogram, one_two_five
 from mini_infer.serving.metrics import EngineMetrics
@@ -33,12 +36,20 @@ def metrics() -> EngineMetrics:
     return EngineMetrics(LLMEngine.from_options(dry_run=True).config)
 
 
+@pytest.fixture
+def drafting(metrics: EngineMetrics) -> EngineMetrics:
+    """Of an engine that speculates with up to three drafts."""
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    return EngineMetrics(replace(metrics._config, speculative_config=speculation))
+
+
 def read(text: str) -> dict[str, float]:
-    """Samples by name, with the finish reason or the bucket's bound where there is one."""
+    """Samples by name, with the finish reason, bucket or position where there is one."""
     values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            extra = sample.labels.get("finished_reason") or sample.labels.get("le")
+            labels = sample.labels.keys() & {"finished_reason", "le", "position"}
+            extra = sample.labels[labels.pop()] if labels else ""
             values[sample.name + (f"/{extra}" if extra else "")] = sample.value
     return values
 
@@ -205,6 +216,37 @@ def test_a_request_from_before_it_subscribed_is_ignored(metrics: EngineMetrics) 
     values = read(metrics.render().decode())
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
     assert values["vllm:request_success_total/stop"] == 0
+
+
+def test_drafts_have_the_counters_of_vllm(drafting: EngineMetrics) -> None:
+    for event in (
+        Queued(1.0, "a", 10),
+        DraftsVerified(2.0, "a", 2, 2, 0.5, 1.5),
+        DraftsVerified(3.0, "a", 3, 1, 0.5, 1.0),
+        DraftsVerified(3.0, "older", 3, 3),
+    ):
+        drafting.observe(event)
+    values = read(drafting.render().decode())
+    prefix = "vllm:spec_decode_num_"
+    assert values[prefix + "drafts_total"] == 2
+    assert values[prefix + "draft_tokens_total"] == 5
+    assert values[prefix + "accepted_tokens_total"] == 3
+    accepted = [values[f"{prefix}accepted_tokens_per_pos_total/{place}"] for place in range(3)]
+    assert accepted == [2, 1, 0]
+    own = "mini_infer:spec_decode_"
+    proposed = [values[f"{own}num_draft_tokens_per_pos_total/{place}"] for place in range(3)]
+    assert proposed == [2, 2, 1]
+    assert (values[own + "seconds_total"], values[own + "plain_seconds_total"]) == (1.0, 2.5)
+
+
+def test_drafts_are_told_of_before_there_are_any_and_only_where_they_can_be(
+    metrics: EngineMetrics, drafting: EngineMetrics
+) -> None:
+    values = read(drafting.render().decode())
+    assert values["vllm:spec_decode_num_drafts_total"] == 0
+    assert values["vllm:spec_decode_num_accepted_tokens_per_pos_total/2"] == 0
+    assert "vllm:spec_decode_num_accepted_tokens_per_pos_total/3" not in values
+    assert not [name for name in read(metrics.render().decode()) if "spec_decode" in name]
 
 
 def success(server: LiveServer) -> dict[str, float]:

@@ -2,12 +2,22 @@
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 
 from mini_infer import SamplingParams
 from mini_infer.core.errors import InvalidConfigError
-from mini_infer.core.events import Admitted, Event, Finished, Queued, StepCompleted, TokensEmitted
+from mini_infer.core.events import (
+    Admitted,
+    DraftsVerified,
+    Event,
+    Finished,
+    Queued,
+    StepCompleted,
+    TokensEmitted,
+)
+from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.metrics import HEARD, EngineMetrics
 from mini_infer.serving.options import ServerOptions
@@ -50,6 +60,32 @@ def test_a_line_has_rates_of_its_interval_and_the_state_now(metrics: EngineMetri
         "requests: 1 running, 1 waiting; tokens/s: 0.0 prompt, 2.0 generation; "
         "KV cache: 25.0% in use; prefix hits: none looked up"
     )
+
+
+def test_a_line_tells_how_drafts_fared_in_its_interval(metrics: EngineMetrics) -> None:
+    config = metrics._config
+    speculating = replace(config, speculative_config=SpeculativeConfig(method="ngram"))
+    metrics = EngineMetrics(speculating)
+    status = started(metrics)
+
+    def drafts(now: float) -> str:
+        return (status.line(now) or "").rpartition("; ")[2]
+
+    tell(metrics, Queued(10.0, "a", 100), Admitted(10.0, "a", 100, 0, 100))
+    assert drafts(15.0) == "drafts: none"
+    tell(metrics, DraftsVerified(16.0, "a", 1, 1, 0.5, 1.0))
+    assert drafts(20.0) == (
+        "drafts: 100.0% accepted (by position 100%), 2.00 tokens a verification, speed-up 2.00"
+    )
+    tell(metrics, DraftsVerified(21.0, "a", 2, 1), DraftsVerified(22.0, "a", 2, 0))
+    assert drafts(25.0) == (
+        "drafts: 25.0% accepted (by position 50%, 0%), 1.50 tokens a verification"
+    )
+    tell(metrics, DraftsVerified(26.0, "a", 1, 1))
+    assert drafts(30.0) == (
+        "drafts: 100.0% accepted (by position 100%, -), 2.00 tokens a verification"
+    )
+    assert drafts(35.0) == "drafts: none"
 
 
 def test_nothing_is_said_without_work(metrics: EngineMetrics) -> None:
