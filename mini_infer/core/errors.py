@@ -62,6 +62,10 @@ class PolicyError(MiniInferError):
     """A user's scheduling policy raised, or answered what is no answer; names policy and method."""
 
 
+class ProposerError(MiniInferError):
+    """A user's proposer of drafts raised, or proposed what are no drafts; names it."""
+
+
 class StepError(MiniInferError):
     """A model step raised while one of the caller's requests was in it."""
 

@@ -1,0 +1,204 @@
+"""How many drafts a step should have: as many as make most tokens per second, or none.
+
+The rule is that of optimal draft length in speculative decoding (arXiv 2211.17192, section 3.4) on
+measured step times, as in SmartSpec (arXiv 2406.14066): a step of R requests with k drafts each
+yields R (1 + S_1 + ... + S_k) tokens, S_j being how likely draft j is accepted, and takes
+``verify(R, k) + propose(R, k)``.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, SpeculativeConfig
+from mini_infer.core.step_costs import StepCosts
+from mini_infer.runtime.speculation.acceptance import Acceptance
+
+MIN_GAIN = 1.025
+"""Where less is to be won, steps stay plain: costs and acceptance are known no better."""
+PRIOR_RATE = 0.6
+PRIOR_WEIGHT = 2.0
+"""What is believed of drafts before any is verified: enough to try, and soon outweighed."""
+ALLOWANCE = 0.005
+"""Share of plain decoding's time that may be lost to drafts that fail."""
+MAX_CREDIT = 32.0
+FIRST_CREDIT = 8.0
+"""In plain steps: what may be lost at a stretch, and at the start."""
+PROBE_SHARE = 0.004
+"""Share of plain decoding's time that probes of a drafter in disgrace may take, and a
+``MAX_PATIENCE``-th of that after many that failed."""
+MAX_PATIENCE = 16.0
+PROBED_SAMPLES = 8.0
+"""Samples that are remembered while probing."""
+ASSUMED_COSTS = StepCosts(
+    rows=(1, MAX_SPECULATING_ROWS),
+    drafts=(0, 16),
+    verify=((1.0, 1.16), (1.63, 1.63 + 0.16 * MAX_SPECULATING_ROWS)),
+    propose=((0.0, 1.6), (0.0, 1.6)),
+)
+"""Where no costs were measured: a token more makes a step 1 % longer, a draft takes a tenth of a
+step. The unit is a plain step of one request."""
+
+
+class DraftController:
+    """Decides from what was accepted so far and from what steps cost. Deterministic: the same
+    verifications in the same order lead to the same decisions.
+
+    Whatever acceptance does, time is lost within bounds: a credit pays for what drafts cost beyond
+    a plain step, and accepted drafts and a small share of plain time pay into it. Without credit
+    there are no drafts. By the costs it is given, it is therefore never slower than plain decoding
+    by more than ``ALLOWANCE`` plus ``FIRST_CREDIT`` steps in all.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, costs: StepCosts | None, host_seconds: float = 0.0
+    ) -> None:
+        """``host_seconds`` is what a step with drafts of a host's proposer takes longer, as it is
+        not scheduled while another is in flight."""
+        self._config = config
+        self._measured = costs is not None
+        self._costs = costs or ASSUMED_COSTS
+        self._host_seconds = 0.0 if config.on_device else host_seconds
+        self._seconds: dict[int, tuple[float, ...]] = {}
+        """Of each number of requests: what a step takes with each of ``draft_counts``."""
+        self._acceptance = Acceptance(config.num_speculative_tokens, PRIOR_WEIGHT)
+        self._credit = FIRST_CREDIT * self._plain(1)
+        self._num_rows = 1
+        """Of the step planned last."""
+        self._wait = self._interval = 0.0
+        """Plain steps until the next probe, and between the last one and it."""
+        self._patience = 1.0
+
+    # -- what is asked of it where drafts are proposed on the device
+
+    def num_drafts(self, num_rows: int) -> int:
+        """Asked once a step: how many drafts each of ``num_rows`` decoding requests should have in
+        the next one; one of ``SpeculativeConfig.draft_counts``."""
+        if not 1 <= num_rows <= MAX_SPECULATING_ROWS:
+            return 0
+        if not self._config.adaptive:
+            return self._config.num_speculative_tokens
+        self.pass_step(num_rows)
+        expected = [num_rows * share for share in self.survival()]
+        count, gain = self.best(num_rows, expected)
+        if gain < MIN_GAIN:
+            count = self._probe(num_rows)
+        elif self._credit <= 0:
+            count = 0
+        if count:
+            self.charge(num_rows, count)
+        return count
+
+    def record(self, num_drafts: int, num_accepted: int) -> None:
+        """Takes in that a request's drafts were verified."""
+        self.observe(num_drafts, num_accepted)
+        self.earn(num_accepted)
+        if num_accepted:  # of all rows: no wait for the next probe, and half the patience
+            self._wait -= self._interval / self._num_rows
+            self._patience = max(1.0, self._patience * 4.0 ** (-1 / self._num_rows))
+
+    # -- what a host's drafts need in addition
+
+    def best(
+        self, num_rows: int, expected: Sequence[float], share: float = 1.0
+    ) -> tuple[int, float]:
+        """The number of drafts with which a step makes most tokens per second, none being among the
+        choices, and how many times those of a plain step that is.
+
+        Args:
+            expected: for each position, how many drafts there will be accepted, of all requests.
+            share: of the steps so planned, those that will have any draft.
+        """
+        plain, host = self._plain(num_rows), self._host_seconds
+        best, best_gain = 0, 0.0
+        for count, seconds in zip(
+            self._config.draft_counts, self._step_seconds(num_rows), strict=True
+        ):
+            tokens = 1.0 + sum(expected[:count]) / num_rows
+            gain = tokens * plain / (plain + host + share * (seconds - plain))
+            if gain > best_gain:
+                best, best_gain = count, gain
+        return best, best_gain
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Learns from drafts that were compared with what came, in a step or beside it."""
+        self._acceptance.record(num_drafts, num_accepted, memory=64 + 4 * self._num_rows)
+
+    def survival(self) -> list[float]:
+        """Of each position, how likely a draft there is accepted."""
+        return self._acceptance.survival(PRIOR_RATE)
+
+    def rates(self) -> list[float]:
+        """The same, given that all before it are."""
+        return self._acceptance.rates(PRIOR_RATE)
+
+    def pass_step(self, num_rows: int) -> None:
+        """A step passes: its share is paid in."""
+        self._num_rows = num_rows
+        self._pay_in(ALLOWANCE * self._plain(num_rows))
+
+    def charge(self, num_rows: int, num_drafts: int) -> None:
+        """A step has drafts: what it takes beyond a plain one is paid."""
+        self._credit -= self._lookup(num_rows, num_drafts) + self._host_seconds
+        self._credit += self._plain(num_rows)
+
+    def earn(self, num_accepted: int) -> None:
+        """A request's drafts were accepted: what plain steps would have taken is paid in."""
+        self._pay_in(num_accepted * self._plain(self._num_rows) / self._num_rows)
+
+    @property
+    def has_credit(self) -> bool:
+        return self._credit > 0
+
+    def relative_cost(self, num_rows: int) -> float:
+        """What one more draft of one request costs, by what one more token is worth."""
+        most, plain = self._step_seconds(num_rows)[-1], self._plain(num_rows)
+        return (most - plain) / plain / self._config.num_speculative_tokens
+
+    # -- the speed-up, for people
+
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        """What a step takes that verifies so many drafts of each request, their proposing included;
+        0 where no costs were measured."""
+        return self._lookup(num_rows, num_drafts) + self._host_seconds if self._measured else 0.0
+
+    def plain_seconds(self, num_rows: int) -> float:
+        """What a plain step takes; 0 where no costs were measured."""
+        return self._plain(num_rows) if self._measured else 0.0
+
+    def _probe(self, num_rows: int) -> int:
+        """Drafts of a step that is predicted to lose: none, but now and then a few, to notice when
+        that changes. Not where even the best drafter would lose."""
+        self._acceptance.limit(PROBED_SAMPLES)
+        all_accepted = [float(num_rows)] * self._config.num_speculative_tokens
+        _, gain = self.best(num_rows, all_accepted)
+        self._wait -= 1
+        if gain < MIN_GAIN or self._wait > 0 or not self.has_credit:
+            return 0
+        count = self._config.draft_counts[1]
+        loss = self._lookup(num_rows, count) / self._plain(num_rows) - 1
+        self._wait = self._interval = self._patience * ceil(max(loss, 0.0) / PROBE_SHARE)
+        self._patience = min(2 * self._patience, MAX_PATIENCE)
+        return count
+
+    def _pay_in(self, seconds: float) -> None:
+        self._credit = min(self._credit + seconds, MAX_CREDIT * self._plain(self._num_rows))
+
+    def _plain(self, num_rows: int) -> float:
+        return self._step_seconds(num_rows)[0]
+
+    def _lookup(self, num_rows: int, num_drafts: int) -> float:
+        """Of a step whose requests have up to ``num_drafts`` drafts."""
+        counts = self._config.draft_counts
+        place = next((place for place, count in enumerate(counts) if count >= num_drafts), -1)
+        return self._step_seconds(num_rows)[place]
+
+    def _step_seconds(self, num_rows: int) -> tuple[float, ...]:
+        known = self._seconds.get(num_rows)
+        if known is None:
+            proposes = self._config.on_device
+            known = self._seconds[num_rows] = tuple(
+                self._costs.verify_seconds(num_rows, count)
+                + (self._costs.propose_seconds(num_rows, count) if proposes else 0.0)
+                for count in self._config.draft_counts
+            )
+        return known
