@@ -55,6 +55,14 @@ VLLM_ENGINE = [
 ]
 """What else vLLM's engine exposes (vllm/v1/metrics/loggers.py) and newer dashboards query."""
 
+VLLM_SPECULATION = [
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_drafts_total",
+]
+"""Where speculation is configured (vllm/v1/spec_decode/metrics.py)."""
+
 VLLM_BOUNDS = {
     "time_to_first_token_seconds": [
         *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -78,7 +86,8 @@ VLLM_BOUNDS = {
 @pytest.fixture(scope="module")
 def samples() -> Iterator[list[Any]]:
     """All that a dry run's /metrics has after a request."""
-    with live_server(max_model_len=256) as server:
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+    with live_server(max_model_len=256, speculative_config=speculation) as server:
         assert server.chat(max_tokens=5, ignore_eos=True).status_code == 200
         server.wait_until_idle()
         families = text_string_to_metric_families(server.client.get("/metrics").text)
@@ -91,7 +100,9 @@ def expressions() -> list[str]:
 
 
 def queried() -> list[str]:
-    names = {name for text in expressions() for name in re.findall(r"vllm:\w+", text)}
+    names = {
+        name for text in expressions() for name in re.findall(r"(?:vllm|mini_infer):\w+", text)
+    }
     return sorted(names)
 
 
@@ -100,7 +111,7 @@ def test_our_dashboard_queries_what_there_is(samples: list[Any], name: str) -> N
     assert name in {sample.name for sample in samples}
 
 
-@pytest.mark.parametrize("name", [*VLLM_DASHBOARD, *VLLM_ENGINE])
+@pytest.mark.parametrize("name", [*VLLM_DASHBOARD, *VLLM_ENGINE, *VLLM_SPECULATION])
 def test_dashboards_of_vllm_find_what_they_query(samples: list[Any], name: str) -> None:
     found = [sample for sample in samples if sample.name == name]
     assert found
@@ -133,5 +144,7 @@ def test_our_dashboard_is_one_that_grafana_takes() -> None:
 
 def test_our_dashboard_shows_one_model() -> None:
     for text in expressions():
-        assert text.count("vllm:") == text.count('{model_name="$model_name"}')
+        assert len(re.findall("vllm:|mini_infer:", text)) == text.count(
+            '{model_name="$model_name"}'
+        )
         assert text.count("(") == text.count(")")
