@@ -67,3 +67,13 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_new_tokens for chunk in self.chunks)
+
+    @property
+    def mask_rows(self) -> dict[int, range]:
+        """Of each masked chunk, its rows among the masks: one, and one more for each draft."""
+        rows: dict[int, range] = {}
+        end = 0
+        for index in self.masked:
+            start, end = end, end + 1 + self.chunks[index].num_drafts
+            rows[index] = range(start, end)
+        return rows

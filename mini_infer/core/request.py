@@ -80,8 +80,8 @@ class Request:
     num_in_flight_tokens: int = 0
     num_in_flight_steps: int = 0
     num_in_flight_drafts: int = 0
-    """Drafts that steps in flight verify. ``num_in_flight_tokens`` and ``num_computed_tokens`` count
-    them as accepted, until the host knows."""
+    """Drafts that steps in flight verify: in ``num_in_flight_tokens`` and ``num_computed_tokens``
+    they count as accepted, until the host knows."""
     num_drafts: int = 0
     """Drafts that the last submitted step leaves for it on the device."""
     draft_token_ids: tuple[int, ...] = ()

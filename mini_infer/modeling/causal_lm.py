@@ -58,12 +58,13 @@ class CausalLM(nn.Module, ABC):
 
         ``token_ids, positions [T]`` int64 -> the residual stream ``[T, hidden]``; or that of the
         tokens ``wanted [W]`` only, ``[W, hidden]``. A prompt wants its last one: no later layer
-        reads what the last block makes of the others, so that is not computed.
+        reads what the last block makes of the others, so that is not computed. With the first few
+        ``caches`` only, just their layers run: an early exit.
         """
         x: Tensor = self.embed_tokens(token_ids)
         rope = self.rotary(positions)
-        last = len(self.layers) - 1
-        for depth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+        last = len(caches) - 1
+        for depth, (layer, cache) in enumerate(zip(self.layers, caches, strict=False)):
             with layer_range(depth):
                 x = layer(x, rope, cache, meta, wanted if depth == last else None)
         return x

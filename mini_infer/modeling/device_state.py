@@ -57,7 +57,8 @@ class _Writes:
         if len(self.values) <= FEW_WRITES:
             for start, values in zip(self.starts, self.values, strict=True):
                 row = table.view(-1)[start : start + len(values)]
-                copy_to_device(np.array(values, dtype=np.int32), row)
+                kind = np.int64 if table.dtype == torch.int64 else np.int32
+                copy_to_device(np.array(values, dtype=kind), row)
             return
         counts = [len(values) for values in self.values]
         packed = np.empty((2, sum(counts)), dtype=np.int64)
@@ -82,20 +83,27 @@ class DeviceState:
         self.null_slot = num_slots
         self.block_size = config.block_size
         self.device = device
-        self._attention_backend = config.attention_backend
+        self.attention_backend = config.attention_backend
+        rows, ahead = num_slots + 1, config.max_drafts_ahead
         self.token_table = torch.zeros(
-            num_slots + 1, config.max_model_len, dtype=torch.int32, device=device
+            rows, config.max_model_len + ahead, dtype=torch.int32, device=device
         )
-        self.block_table = torch.zeros(
-            num_slots + 1, config.max_blocks_per_request, dtype=torch.int32, device=device
-        )
+        num_columns = config.max_blocks_per_request + -(-ahead // config.block_size)
+        self.block_table = torch.zeros(rows, num_columns, dtype=torch.int32, device=device)
+        self.last_positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        """``[slots + 1]``: where the last token stands of a request whose step was speculative."""
+        self.kv_limits = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        """``[slots + 1, 1]``: tokens that a request's blocks hold. Drafts beyond have no KV."""
+        self.null_block = 0
+        self._speculates_on_device = config.speculates_on_device
         self.sampling = SamplingState(num_slots, config.model_config.vocab_size, device)
         self.params_by_slot: dict[int, SamplingParams] = {}
         self.num_prompt_tokens: dict[int, int] = {}
         self._num_blocks = [0] * num_slots
 
     def set_null_block(self, block_id: int) -> None:
-        """Gives the surplus rows of CUDA graphs a block to write to."""
+        """Gives the surplus rows of CUDA graphs, and drafts without room, a block to write to."""
+        self.null_block = block_id
         self.block_table[self.null_slot] = block_id
 
     def take_in(self, batch: ScheduledBatch) -> None:
@@ -113,13 +121,37 @@ class DeviceState:
         for chunk in batch.chunks:
             if chunk.new_block_ids:
                 self._append_blocks(blocks, chunk.slot, chunk.new_block_ids)
+            if chunk.draft_token_ids:
+                end = chunk.num_computed_tokens + chunk.num_new_tokens
+                tokens.add(chunk.slot, end - chunk.num_drafts, chunk.draft_token_ids)
         tokens.apply_to(self.token_table)
         blocks.apply_to(self.block_table)
+        if self._speculates_on_device and blocks.starts:
+            limits = _Writes(1)
+            width = self.block_table.shape[1]
+            for slot in dict.fromkeys(start // width for start in blocks.starts):
+                limits.add(slot, 0, (self._num_blocks[slot] * self.block_size,))
+            limits.apply_to(self.kv_limits)
+
+    def with_known_starts(self, layout: StepLayout) -> StepLayout:
+        """On a CPU, where a step that was submitted is over, the host can look where it led to."""
+        if self.device.type != "cpu" or not any(layout.uncertain):
+            return layout
+        rows = zip(layout.slots, layout.starts, layout.uncertain, strict=True)
+        return layout.starting_at(
+            [int(self.last_positions[slot]) if which else start for slot, start, which in rows]
+        )
 
     def lay_out(self, layout: StepLayout) -> StepInputs:
         """The tensors of a step of any chunks, after ``take_in``."""
         num_tokens, num_rows = layout.num_tokens, layout.num_rows
-        slots, starts, cu_seqlens_q = self._upload(layout.slots, layout.starts, layout.first_rows)
+        starts_or_not = layout.starts
+        if any(layout.uncertain):
+            rows = zip(layout.starts, layout.uncertain, strict=True)
+            starts_or_not = [-1 if uncertain else start for start, uncertain in rows]
+        slots, starts, cu_seqlens_q = self._upload(layout.slots, starts_or_not, layout.first_rows)
+        if starts_or_not is not layout.starts:
+            starts = torch.where(starts < 0, self.last_positions[slots], starts)
         max_context = max(layout.context_lens)
         num_columns = -(-max_context // self.block_size)
         tables = self.token_table, self.block_table
@@ -141,7 +173,7 @@ class DeviceState:
             max_seqlen_k=max_context,
             query_lens=tuple(layout.query_lens),
             context_lens=tuple(layout.context_lens),
-            backend=self._attention_backend,
+            backend=self.attention_backend,
         )
         return StepInputs(token_ids, positions, meta)
 

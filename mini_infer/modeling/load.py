@@ -29,10 +29,10 @@ def load_model(config: EngineConfig, files: ModelFiles) -> CausalLM:
     dtype: torch.dtype = getattr(torch, config.dtype)
     model = build_model(
         config.model_config,
-        _open_source(config, files, dtype),
+        open_source(config, files, dtype),
         dtype,
         config.device,
-        config.max_model_len,
+        config.max_model_len + config.max_drafts_ahead,
     )
     if config.device == "cuda":
         torch.cuda.synchronize()  # a GPU draws random weights after it was told to
@@ -48,7 +48,7 @@ def _return_free_memory() -> None:
         trim(0)
 
 
-def _open_source(config: EngineConfig, files: ModelFiles, dtype: torch.dtype) -> WeightSource:
+def open_source(config: EngineConfig, files: ModelFiles, dtype: torch.dtype) -> WeightSource:
     if config.load_format == "dummy":
         return DummySource(config.model_config, config.seed, dtype, config.device)
     if config.load_format == "gguf":

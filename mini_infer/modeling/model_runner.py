@@ -1,6 +1,6 @@
 """Runs scheduled steps on one device. The hot file: it stays minimal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -18,7 +18,9 @@ from mini_infer.modeling.load import load_model
 from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
+from mini_infer.modeling.proposers.load import load_device_proposer
 from mini_infer.modeling.sampler import Sampler, SampleResult, mask_
+from mini_infer.modeling.speculative_step import SpeculativeSteps, StepRows
 from mini_infer.modeling.step_graphs import StepGraphs
 from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.step_result import (
@@ -44,6 +46,7 @@ class ModelRunner:
         self._files = files
         self._sampler = Sampler()
         self._graphs: StepGraphs | None = None
+        self._speculative: SpeculativeSteps | None = None
 
     def load(self) -> None:
         """Builds the model and its weights on the device."""
@@ -60,10 +63,16 @@ class ModelRunner:
     def init_cache(self, num_blocks: int) -> None:
         """Makes each layer's ``k, v [num_blocks, block_size, num_kv_heads, head_dim]``, with a
         further block for surplus rows where there are CUDA graphs."""
-        layout, surplus = self.model.kv_layout, int(self.has_graphs)
-        self.caches = allocate_kv_cache(self.config, layout, num_blocks + surplus, self.dtype)
+        config, layout = self.config, self.model.kv_layout
+        surplus = int(self.has_graphs or config.speculates_on_device)
+        self.caches = allocate_kv_cache(config, layout, num_blocks + surplus, self.dtype)
         if surplus:
             self.state.set_null_block(num_blocks)
+        if config.speculative_config is not None:
+            proposer = None
+            if config.speculates_on_device:
+                proposer = load_device_proposer(config, self.model, self.caches, self.state)
+            self._speculative = SpeculativeSteps(config, self.state, self._sampler, proposer)
 
     def capture_graphs(self) -> None:
         """Records decodes of all batch sizes and small steps with chunks; needs ``init_cache``."""
@@ -86,6 +95,8 @@ class ModelRunner:
         with step_range(batch), device_failures():
             self.state.take_in(batch)
             layout = StepLayout.of(batch)
+            if layout.speculates:
+                return self._speculative_step(batch, layout)
             if self._graphs is not None and layout.is_decode:
                 self.state.sampling.admit(batch.admissions)
                 return self._sampled_step(batch, layout, *self._graphs.decodes.run(layout))
@@ -94,6 +105,32 @@ class ModelRunner:
             if not layout.sampled:
                 return LocalStep(batch, self.state.params_by_slot, None, prompt_rows, self.device)
             return self._sampled_step(batch, layout, *self._head(x, layout), prompt_rows)
+
+    def _speculative_step(
+        self, batch: ScheduledBatch, layout: StepLayout
+    ) -> LocalStep | MaskedStep:
+        """A step that verifies drafts, or has some proposed."""
+        state, steps = self.state, self._speculative
+        assert steps is not None, "only a scheduler that speculates plans such steps"
+        layout = state.with_known_starts(layout)
+        inputs = state.lay_out(layout)
+        sampled = to_device(layout.sampled_tokens, self.device)
+        prompt_rows: list[PromptRows] = []
+        if state.any_prompt_logprobs(batch):
+            x = self._forward(inputs, None)
+            compute_logits = self.model.compute_logits
+            prompt_rows = compute_prompt_rows(batch, layout.first_rows, x, compute_logits, state)
+            x = x.index_select(0, sampled)
+        else:
+            x = self._forward(inputs, sampled)
+        state.sampling.admit(batch.admissions)
+        places = inputs.positions.index_select(0, sampled) + 1
+        rows = StepRows(x, self.model.compute_logits(x), places)
+        if not batch.masked:
+            return steps.finish(batch, layout, rows, prompt_rows)
+        return self._masked_step(
+            batch, layout, rows.logits, lambda: steps.finish(batch, layout, rows, prompt_rows)
+        )
 
     def release(self) -> None:
         """Frees weights, cache and graphs, once the steps in flight are over: they write into the
@@ -160,13 +197,17 @@ class ModelRunner:
 
         A graph knows no masks or other edits: where there are any, all is drawn anew.
         """
-        if batch.masked:
-            return self._masked_step(batch, layout, logits, prompt_rows)
         slots, positions = layout.sampling_slots, layout.sampling_positions
-        if drawn is None or self.state.sampling.needs_edits(slots, positions):
+
+        def sampled() -> LocalStep:
             result = self._sample(logits, slots, positions)
-        else:
-            result = SampleResult(drawn)
+            return LocalStep(batch, self.state.params_by_slot, result, prompt_rows, self.device)
+
+        if batch.masked:
+            return self._masked_step(batch, layout, logits, sampled)
+        if drawn is None or self.state.sampling.needs_edits(slots, positions):
+            return sampled()
+        result = SampleResult(drawn)
         return LocalStep(batch, self.state.params_by_slot, result, prompt_rows, self.device)
 
     def _masked_step(
@@ -174,21 +215,20 @@ class ModelRunner:
         batch: ScheduledBatch,
         layout: StepLayout,
         logits: Tensor,
-        prompt_rows: Sequence[PromptRows],
+        finish: Callable[[], LocalStep],
     ) -> MaskedStep:
-        """A step whose ``logits``, the sampled chunks', wait for their masks."""
+        """A step whose ``logits``, the sampled chunks', wait for their masks; then it can
+        ``finish``."""
 
         @torch.inference_mode()
-        def sample(masks: bytearray) -> LocalStep:
+        def go_on(masks: bytearray) -> LocalStep:
             with device_failures():
-                words = np.frombuffer(masks, dtype=np.int32).reshape(len(batch.masked), -1)
-                rows = np.searchsorted(layout.sampled, batch.masked)
+                rows = layout.rows_of(batch.masked)
+                words = np.frombuffer(masks, dtype=np.int32).reshape(len(rows), -1)
                 mask_(logits, to_device(rows, self.device), to_device(words, self.device))
-                result = self._sample(logits, layout.sampling_slots, layout.sampling_positions)
-                state = self.state
-                return LocalStep(batch, state.params_by_slot, result, prompt_rows, self.device)
+                return finish()
 
-        return MaskedStep(sample)
+        return MaskedStep(go_on)
 
     def _sample(self, logits: Tensor, slots: Integers, positions: Integers) -> SampleResult:
         state = self.state

@@ -62,6 +62,17 @@ class SampleResult:
     logprobs: TokenLogprobTensors | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class UncertainRows:
+    """How many tokens stand before each of R rows, where drafts of which nobody on the host knows
+    the fate stand among them."""
+
+    fewest: Rows
+    """``[R]``, on the host: if none was accepted."""
+    num_tokens: Tensor
+    """``[R]`` int64, on the device: as it is."""
+
+
 def draw(
     logits: Tensor,
     slots: Tensor,
@@ -137,8 +148,8 @@ def _concatenated(parts: list[SampleResult]) -> SampleResult:
 class Sampler:
     """Samples the next token of every row. Holds nothing: all state is in the arguments.
 
-    A row is a (slot, position) pair. Plain decoding has one row a slot; verifying k drafts will
-    have 1 + k, which need nothing new here because each row's past is read from the token table.
+    A row is a (slot, position) pair. Plain decoding has one row a slot; verifying k drafts has
+    1 + k, which need nothing new here because each row's past is read from the token table.
     """
 
     def __call__(
@@ -148,6 +159,7 @@ class Sampler:
         num_tokens: Sequence[int] | Rows,
         token_table: Tensor,
         state: SamplingState,
+        uncertain: UncertainRows | None = None,
     ) -> SampleResult:
         """Samples.
 
@@ -157,6 +169,7 @@ class Sampler:
             num_tokens: how many tokens stand before the one to sample: its position.
             token_table: ``[slots, max_model_len]`` integers on the device.
             state: what each slot's request asked for.
+            uncertain: given where ``num_tokens`` are upper bounds only.
 
         Returns:
             Ids in ``[0, V)``, always: a row of only -inf gives token 0, and NaN counts as the
@@ -166,13 +179,30 @@ class Sampler:
         num_top = int(state.num_logprobs[slots].max())
         if not _runs_kernels(logits):
             logits = logits.float()
-        at_once = self._rows_at_once(logits, state.active_stages(slots, num_tokens), num_tokens)
+        fewest = num_tokens if uncertain is None else uncertain.fewest
+        stages = state.active_stages(slots, fewest)
+        at_once = self._rows_at_once(logits, stages, num_tokens)
         parts = []
         for first in range(0, len(slots), at_once):
             some = slice(first, first + at_once)
-            batch = _Batch(logits[some], slots[some], num_tokens[some], token_table, state)
+            rows = logits[some], slots[some], num_tokens[some], stages[some]
+            batch = _Batch(*rows, token_table, state)
+            if uncertain is not None:
+                batch.device_num_tokens = uncertain.num_tokens[some]
             parts.append(self._sample(batch, num_top))
         return parts[0] if len(parts) == 1 else _concatenated(parts)
+
+    def draw_drafts(
+        self, logits: Tensor, slots: Tensor, num_tokens: Tensor, state: SamplingState
+    ) -> Tensor:
+        """Draws as the sampler would, but for edits: ``[R]`` ids of what will probably be sampled
+        where ``num_tokens`` stand. All arguments are on the device, as for ``draw``."""
+        if _runs_kernels(logits):
+            return draw(logits, slots, num_tokens, state)
+        rows = slots.cpu().numpy(), num_tokens.cpu().numpy()
+        stages = state.active_stages(*rows)
+        batch = _Batch(logits.float(), *rows, stages, logits.new_empty(0), state)
+        return self._draw(batch, batch.logits)
 
     def _rows_at_once(self, logits: Tensor, stages: Rows, num_tokens: Rows) -> int:
         """Rows of ``logits [R, V]`` to sample together."""
@@ -292,12 +322,12 @@ class _Batch:
         logits: Tensor,
         slots: Rows,
         num_tokens: Rows,
+        stages: Rows,
         token_table: Tensor,
         state: SamplingState,
     ) -> None:
         self.logits, self.token_table, self.state = logits, token_table, state
-        self.slots, self.num_tokens = slots, num_tokens
-        self.stages = state.active_stages(slots, num_tokens)
+        self.slots, self.num_tokens, self.stages = slots, num_tokens, stages
         self.union = int(np.bitwise_or.reduce(self.stages, initial=0))
 
     def rows(self, stages: Stage, wanted: Stage | None = None) -> Rows:

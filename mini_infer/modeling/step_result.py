@@ -28,6 +28,21 @@ class PromptRows:
     logprobs: TokenLogprobTensors
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedRows:
+    """Which of a step's samples count: of each sampled chunk those of the accepted drafts, and the
+    one behind them."""
+
+    first_samples: Sequence[int]
+    """``[R]``: where each sampled chunk's samples begin."""
+    num_accepted: Tensor
+    """``[R]``"""
+    num_proposed: Sequence[int] = ()
+    """``[R]``, with ``drafts``: how many of them the next step may verify."""
+    drafts: Tensor | None = None
+    """``[R, k]``, where somebody on the host has to know them."""
+
+
 def compute_prompt_rows(
     batch: ScheduledBatch,
     first_rows: Sequence[int],
@@ -92,15 +107,27 @@ class LocalStep:
         sampled: SampleResult | None,
         prompt_rows: Sequence[PromptRows],
         device: torch.device,
+        verified: VerifiedRows | None = None,
     ) -> None:
         self._batch = batch
-        self._sampled = self._num_top = None
+        self._sampled = self._num_top = self._verified = None
         if sampled is not None:
             logprobs = sampled.logprobs
             if logprobs is not None:
-                self._num_top = [params_by_slot[chunk.slot].logprobs for chunk in batch.chunks]
+                self._num_top = [
+                    params_by_slot[chunk.slot].logprobs
+                    for chunk in batch.chunks
+                    if chunk.samples
+                    for _ in range(1 + chunk.num_drafts)
+                ]
                 logprobs = _on_host(logprobs)
             self._sampled = SampleResult(to_host(sampled.token_ids), logprobs)
+        if verified is not None:
+            self._verified = replace(
+                verified,
+                num_accepted=to_host(verified.num_accepted),
+                drafts=None if verified.drafts is None else to_host(verified.drafts),
+            )
         self._prompt_rows = [
             replace(rows, targets=to_host(rows.targets), logprobs=_on_host(rows.logprobs))
             for rows in prompt_rows
@@ -122,14 +149,16 @@ class LocalStep:
         tokens: list[tuple[int, ...]] = [()] * len(chunks)
         logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(chunks)
         if self._sampled is not None:
-            sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
-            for index, token_id in zip(sampling, self._sampled.token_ids.tolist(), strict=True):
-                tokens[index] = (token_id,)
+            token_ids = self._sampled.token_ids.tolist()
+            entries: list[TokenLogprobs | None] = []
             if self._sampled.logprobs is not None and self._num_top is not None:
-                num_top = [self._num_top[index] for index in sampling]
-                entries = read_logprobs(self._sampled.token_ids, self._sampled.logprobs, num_top)
-                for index, entry in zip(sampling, entries, strict=True):
-                    logprobs[index] = (entry,) if entry is not None else ()
+                entries = read_logprobs(
+                    self._sampled.token_ids, self._sampled.logprobs, self._num_top
+                )
+            sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
+            for index, kept in zip(sampling, self._rows(len(sampling)), strict=True):
+                tokens[index] = tuple(token_ids[kept])
+                logprobs[index] = tuple(entry for entry in entries[kept] if entry is not None)
         prompt: list[tuple[TokenLogprobs, ...]] = [()] * len(chunks)
         for rows in self._prompt_rows:
             asked: list[int | None] = [rows.num_top] * len(rows.targets)
@@ -139,6 +168,29 @@ class LocalStep:
             tuple(tokens),
             tuple(logprobs) if any(logprobs) else (),
             tuple(prompt) if self._prompt_rows else (),
+            self._drafts(),
+        )
+
+    def _rows(self, num_sampled: int) -> Iterator[slice]:
+        """The samples that each sampled chunk keeps."""
+        if self._verified is None:
+            yield from (slice(row, row + 1) for row in range(num_sampled))
+            return
+        verified = self._verified
+        for first, count in zip(
+            verified.first_samples, verified.num_accepted.tolist(), strict=True
+        ):
+            yield slice(first, first + count + 1)
+
+    def _drafts(self) -> tuple[tuple[int, ...], ...]:
+        """What stands behind each chunk, where that was asked for."""
+        if self._verified is None or self._verified.drafts is None:
+            return ()
+        counts = iter(self._verified.num_proposed)
+        drafts = iter(self._verified.drafts.tolist())
+        return tuple(
+            tuple(next(drafts)[: next(counts)]) if chunk.samples else ()
+            for chunk in self._batch.chunks
         )
 
 

@@ -138,11 +138,12 @@ class MaskedDryStep:
         self._output: StepOutput | None = None
 
     def sample(self, masks: bytearray) -> None:
-        """``masks`` has a row of bits for each masked chunk."""
-        row_bytes = len(masks) // len(self._batch.masked)
+        """``masks`` has a row of bits for each masked chunk, and one for each of its drafts."""
+        by_chunk = self._batch.mask_rows
+        row_bytes = len(masks) // sum(map(len, by_chunk.values()))
         rows = {
-            index: masks[row * row_bytes : (row + 1) * row_bytes]
-            for row, index in enumerate(self._batch.masked)
+            index: [masks[row * row_bytes : (row + 1) * row_bytes] for row in chunk_rows]
+            for index, chunk_rows in by_chunk.items()
         }
         self._output = self._executor.run(self._batch, rows)
 
@@ -190,6 +191,9 @@ class DryRunExecutor:
             )
         return config.kv_cache_memory // block_bytes
 
+    def step_costs(self) -> None:
+        """Nothing is computed, so nothing is known of what drafts would cost."""
+
     def submit(self, batch: ScheduledBatch) -> FinishedStep | MaskedDryStep:
         for admission in batch.admissions:
             self._slots[admission.slot] = SlotState.admit(admission)
@@ -197,10 +201,12 @@ class DryRunExecutor:
             return MaskedDryStep(self, batch)
         return FinishedStep(self.run(batch, {}))
 
-    def run(self, batch: ScheduledBatch, masks: Mapping[int, bytearray]) -> StepOutput:
-        """The output of a step; ``masks``, by chunk, tell which tokens a grammar allows."""
+    def run(self, batch: ScheduledBatch, masks: Mapping[int, Sequence[bytearray]]) -> StepOutput:
+        """The output of a step; ``masks``, by chunk, tell which tokens a grammar allows at each of
+        its places."""
         samples = [
-            self._sample(chunk, masks.get(index)) for index, chunk in enumerate(batch.chunks)
+            self._sample_chunk(chunk, masks.get(index, ()))
+            for index, chunk in enumerate(batch.chunks)
         ]
         return StepOutput(
             token_ids=tuple(token_ids for token_ids, _ in samples),
@@ -211,13 +217,27 @@ class DryRunExecutor:
     def shutdown(self) -> None:
         self._slots.clear()
 
-    def _sample(
-        self, chunk: Chunk, mask: bytearray | None
+    def _sample_chunk(
+        self, chunk: Chunk, masks: Sequence[bytearray]
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """Tokens, and log-probabilities if asked for: as many as drafts are right, and one."""
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         if not chunk.samples:
             return (), ()
         slot = self._slots[chunk.slot]
-        position = chunk.num_computed_tokens + chunk.num_new_tokens
+        first = chunk.num_computed_tokens + chunk.num_new_tokens - chunk.num_drafts
+        for index in range(chunk.num_drafts + 1):
+            token_id, entries = self._sample(slot, first + index, masks[index] if masks else None)
+            token_ids.append(token_id)
+            logprobs += entries
+            if chunk.draft_token_ids[index : index + 1] != (token_id,):
+                break
+        return tuple(token_ids), tuple(logprobs)
+
+    def _sample(
+        self, slot: SlotState, position: int, mask: bytearray | None
+    ) -> tuple[int, tuple[TokenLogprobs, ...]]:
         params = slot.admission.params
         scripted = self._scripted(slot, position)
         banned = slot.forbidden(position)
@@ -235,7 +255,7 @@ class DryRunExecutor:
             if params.logprobs is not None:
                 logprobs = (token_logprobs(logits, token_id, params.logprobs),)
         slot.token_ids[position:] = [token_id]
-        return (token_id,), logprobs
+        return token_id, logprobs
 
     def _scripted(self, slot: SlotState, position: int) -> int:
         """The script's token: a byte of the text, or the end of the sequence once it may end."""

@@ -54,7 +54,8 @@ class EngineCore:
         self.config = config = replace(config, num_kv_blocks=num_blocks)
         self.events = events or EventStream()
         self.executor = executor
-        self.scheduler = Scheduler(config, num_blocks, self.events)
+        costs = executor.step_costs() if config.speculative_config else None
+        self.scheduler = Scheduler(config, num_blocks, self.events, costs=costs)
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self._submit_failed = False
         self._trials = StepTrials()

@@ -4,6 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.outputs import StepOutput
+from mini_infer.core.step_costs import StepCosts
 
 
 class StepHandle(Protocol):
@@ -21,8 +22,9 @@ class MaskedStepHandle(StepHandle, Protocol):
     def sample(self, masks: bytearray) -> None:
         """Samples. Called once, before ``result`` and before the next step is submitted.
 
-        ``masks`` holds a row of bits for each masked chunk (``grammar.fill_masks``): the tokens
-        that it may sample. They come late so that they are filled while a device is busy.
+        ``masks`` holds a row of bits for each masked chunk (``grammar.fill_masks``), and one more
+        for each of its drafts: the tokens that it may sample there. They come late so that they are
+        filled while a device is busy.
         """
         ...
 
@@ -32,6 +34,10 @@ class Executor(Protocol):
 
     def start(self) -> int:
         """Loads what it needs; returns the number of KV blocks that fit."""
+        ...
+
+    def step_costs(self) -> StepCosts | None:
+        """What steps with drafts take, measured; None where that is not known. After ``start``."""
         ...
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:

@@ -105,13 +105,19 @@ class GrammarRequests:
     def masks(self, batch: ScheduledBatch) -> bytearray:
         """The masks of a batch's ``masked`` chunks, once all tokens before it are known."""
         grammars: list[Grammar | None] = []
+        drafts: list[tuple[int, ...]] = []
         for index in batch.masked:
-            request = self._running.get(batch.chunks[index].request_id)
+            chunk = batch.chunks[index]
+            request = self._running.get(chunk.request_id)
             running = request is not None and not request.finished
             grammar = request.grammar if request is not None and running else None
             assert grammar is None or isinstance(grammar, Grammar)
             grammars.append(grammar)
-        return fill_masks(grammars, self._vocab_size)
+            proposed = request.draft_token_ids if request is not None else ()
+            known = (chunk.draft_token_ids or proposed)[: chunk.num_drafts]
+            # Of one that ended in the meantime nobody knows them any more, nor has to.
+            drafts.append(known or (0,) * chunk.num_drafts)
+        return fill_masks(grammars, self._vocab_size, drafts if any(drafts) else ())
 
     def _hold(self, requests: Sequence[Request], matcher: "LLMatcher") -> None:
         assert self._compiler is not None

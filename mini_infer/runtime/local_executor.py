@@ -5,6 +5,7 @@ import logging
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import OutOfMemoryError
+from mini_infer.core.step_costs import StepCosts
 from mini_infer.modeling.kernel_warm_up import compile_kernels
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
@@ -54,6 +55,10 @@ class LocalExecutor:
                 longest,
             )
         return num_blocks
+
+    def step_costs(self) -> StepCosts | None:
+        """See ``Executor.step_costs``."""
+        return None
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         return self._runner.execute(batch)

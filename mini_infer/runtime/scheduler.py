@@ -15,16 +15,19 @@ from mini_infer.core.errors import PolicyError, PromptTooLongError
 from mini_infer.core.events import (
     ChunkScheduled,
     EventStream,
-    Preempted,
     Resumed,
     StepCompleted,
     TokensEmitted,
 )
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request, RequestState
+from mini_infer.core.step_costs import StepCosts
 from mini_infer.runtime import request_events as tell
+from mini_infer.runtime.places import Places
 from mini_infer.runtime.policy import SchedulingPolicy, load_policy
 from mini_infer.runtime.request_queues import RequestQueues
+from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS
+from mini_infer.runtime.speculation.speculation import Speculation
 from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
 
@@ -42,7 +45,9 @@ class Scheduler:
         num_blocks: int,
         events: EventStream,
         policy: SchedulingPolicy | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
+        """``costs`` are those of the executor's steps: they tell how many drafts pay."""
         self.config = config
         self.events = events
         self.policy = policy or load_policy(config.scheduling_policy)
@@ -54,7 +59,10 @@ class Scheduler:
         )
         self._queues = RequestQueues()
         self._requests: dict[str, Request] = {}
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._speculation = (
+            Speculation(config, events, costs) if config.speculative_config else None
+        )
+        self._places = Places(config.max_num_seqs, self._queues, self.cache, self.policy, events)
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._failures: list[RequestUpdate] = []
         self._num_arrivals = 0
@@ -117,6 +125,9 @@ class Scheduler:
         """
         if not self._requests:
             return None
+        num_decoding = self._queues.count(RequestState.DECODING)
+        if self._in_flight and self._speculation and self._speculation.waits(num_decoding):
+            return None
         plan = StepPlan(budget=self.config.max_num_batched_tokens)
         self._displace(plan)
         self._schedule_decoding(plan)
@@ -136,7 +147,7 @@ class Scheduler:
         for request in requests:
             if request.state in (RequestState.PREFILLING, RequestState.DECODING):
                 self._schedule_running(plan, request, request.state)
-            elif plan.budget > 0 and self._free_slots:
+            elif plan.budget > 0 and self._places.free_slots:
                 prefix = self.cache.match_prefix(request)
                 if not prefix.is_worth_waiting_for(request.num_tokens):
                     self._admit(plan, request, prefix)
@@ -168,9 +179,15 @@ class Scheduler:
             request.num_in_flight_steps -= 1
             if request.state is finished:
                 continue
+            num_known = len(request.token_ids)
             update = apply_chunk_result(request, chunk, out, index, now, events)
-            end = chunk.num_computed_tokens + chunk.num_new_tokens
-            if end // block_size != chunk.num_computed_tokens // block_size:  # one is full
+            start = chunk.num_computed_tokens if chunk.start_known else num_known - 1
+            end = start + chunk.num_new_tokens
+            if self._speculation is not None and chunk.samples:
+                end = len(request.token_ids) - 1  # beyond it are drafts that were not accepted
+                num_tokens = len(out.token_ids[index])
+                self._speculation.take_in(request, chunk, num_tokens, len(requests))
+            if end // block_size != start // block_size:  # one is full
                 self.cache.commit(request, end)
             if update is not None:
                 updates.append(update)
@@ -194,7 +211,8 @@ class Scheduler:
         for request in itertools.chain(*steps):
             if request.num_in_flight_steps:
                 request.num_in_flight_steps = request.num_in_flight_tokens = 0
-                self._preempt(request)
+                request.num_in_flight_drafts = 0
+                self._places.preempt(request)
         return steps[0]
 
     # -- how a step is put together
@@ -203,10 +221,17 @@ class Scheduler:
         """In most steps each request here gets one more token, in a block that it has: that case
         is written out, as it is what a step of hundreds of requests costs."""
         decoding = RequestState.DECODING
-        for request in self._queues.running(decoding):
+        requests = self._queues.running(decoding)
+        drafting = self._speculation is not None and self._speculation.plan_step(
+            requests, self._queues.count(RequestState.PREFILLING), bool(self._in_flight)
+        )
+        for request in requests:
             start = request.num_computed_tokens
             if (
-                start < request.kv_capacity
+                not drafting
+                and not request.num_drafts
+                and not request.num_in_flight_drafts
+                and start < request.kv_capacity
                 and start + 1 == request.num_tokens < request.max_num_tokens
                 and plan.budget > 0
                 and not plan.held_back
@@ -228,11 +253,28 @@ class Scheduler:
         if num_new_tokens == 0:
             return
         try:
-            new_blocks = self._allocate_or_preempt(plan, request, num_new_tokens)
+            new_blocks = self._places.allocate_or_preempt(plan, request, num_new_tokens)
         except PolicyError as error:
             self._fail(request, error)
             return
-        if new_blocks is not None and plan.append(request, num_new_tokens, new_blocks):
+        if new_blocks is not None:
+            self._append(plan, request, num_new_tokens, new_blocks)
+
+    def _append(
+        self, plan: StepPlan, request: Request, num_new_tokens: int, new_blocks: list[int]
+    ) -> None:
+        """Adds a chunk, with the drafts for which there is room: they take it from nobody."""
+        drafts = NO_DRAFTS
+        if self._speculation is not None:
+            wanted = self._speculation.drafts_of(request, num_new_tokens)
+            # Proposals are written behind the drafts before the next step is scheduled.
+            for drafts in (wanted, wanted._replace(num_proposed=0), NO_DRAFTS):
+                ahead = drafts.num_drafts + drafts.num_proposed
+                more = self.cache.allocate(request, num_new_tokens + ahead)
+                if more is not None:
+                    new_blocks = new_blocks + more
+                    break
+        if plan.append(request, num_new_tokens, new_blocks, drafts):
             self._queues.move(request, RequestState.DECODING)
 
     def _schedule_short(self, plan: StepPlan, prefilling: list[Request]) -> None:
@@ -251,17 +293,9 @@ class Scheduler:
         if self.config.enable_chunked_prefill or remaining == 1:
             return min(remaining, plan.budget)
         # A whole prompt has the budget to itself: decodes beside it must not keep it out for ever.
-        prefill_tokens = sum(c.num_new_tokens for c in plan.chunks if c.num_new_tokens > 1)
+        standing = (chunk.num_new_tokens - chunk.num_drafts for chunk in plan.chunks)
+        prefill_tokens = sum(count for count in standing if count > 1)
         return remaining if remaining <= self.config.max_num_batched_tokens - prefill_tokens else 0
-
-    def _allocate_or_preempt(
-        self, plan: StepPlan, request: Request, num_new_tokens: int
-    ) -> list[int] | None:
-        while (blocks := self.cache.allocate(request, num_new_tokens)) is None:
-            candidates = [c for c in self._unplanned(plan) if c.rank > request.rank]
-            if not self._take_place(plan, candidates):
-                return None
-        return blocks
 
     def _displace(self, plan: StepPlan) -> None:
         """Lets the first who waits take the place of running requests, where the policy says so.
@@ -274,62 +308,15 @@ class Scheduler:
             if last is None or last.rank < request.rank:
                 return
             try:
-                if not self._displace_for(plan, request):
+                if not self._places.displace_for(plan, request):
                     return
             except PolicyError as error:
                 self._fail(request, error)
 
-    def _displace_for(self, plan: StepPlan, request: Request) -> bool:
-        """Preempts one running request for ``request``; False where none need or may go."""
-        candidates = [
-            other
-            for other in self._unplanned(plan)
-            if other.rank > request.rank and self.policy.may_displace(request, other)
-        ]
-        if not candidates:
-            return False
-        prefix = self.cache.match_prefix(request)
-        if prefix.is_worth_waiting_for(request.num_tokens):
-            return False
-        lacking = self._blocks_lacking(request, prefix)
-        if lacking <= 0 and self._free_slots:
-            return False
-        reclaimable = sum(len(self.cache.block_table(c)) for c in candidates)
-        # Where more is lacking, it could not enter even then.
-        return lacking <= reclaimable and self._take_place(plan, candidates)
-
-    def _take_place(self, plan: StepPlan, candidates: list[Request]) -> bool:
-        """Preempts an idle candidate; where all are in flight, sees to it that one soon isn't."""
-        idle = [request for request in candidates if request.num_in_flight_steps == 0]
-        if idle:
-            self._preempt(self.policy.choose_victim(idle))
-        elif candidates:
-            plan.held_back.add(self.policy.choose_victim(candidates).request_id)
-        return bool(idle)
-
-    def _unplanned(self, plan: StepPlan) -> list[Request]:
-        """Running requests that the planned step does not touch."""
-        taken = plan.held_back | {request.request_id for request in plan.requests}
-        return [
-            request
-            for state in (RequestState.PREFILLING, RequestState.DECODING)
-            for request in self._queues.running(state)
-            if request.request_id not in taken
-        ]
-
-    def _preempt(self, request: Request) -> None:
-        self.events.emit(
-            Preempted(self.events.now(), request.request_id, request.num_computed_tokens)
-        )
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self._give_up_place(request)
-        self._queues.move(request, RequestState.PREEMPTED)
-
     def _admit_from_outside(self, plan: StepPlan) -> None:
         """Admits by rank. A request whose prompt begins as one that is being computed (choices of
         one prompt do) waits to share it; others may pass, but not take its slot."""
-        while plan.budget > 0 and len(self._free_slots) > self._queues.num_set_aside:
+        while plan.budget > 0 and len(self._places.free_slots) > self._queues.num_set_aside:
             request = self._queues.next_outside()
             if request is None:
                 break
@@ -341,19 +328,9 @@ class Scheduler:
                 break
         self._queues.bring_back()
 
-    def _blocks_lacking(self, request: Request, prefix: PrefixMatch) -> int:
-        """Blocks missing for the whole prompt beside those promised to other prompts."""
-        remaining = request.num_tokens - prefix.num_tokens
-        needed = self.cache.blocks_needed(request, remaining, prefix)
-        promised = sum(
-            self.cache.blocks_needed(other, other.num_tokens - other.num_computed_tokens)
-            for other in self._queues.running(RequestState.PREFILLING)
-        )
-        return needed + promised - self.cache.num_available_blocks
-
     def _admit(self, plan: StepPlan, request: Request, prefix: PrefixMatch) -> bool:
         """Gives it a slot and its first chunk, where blocks and budget are there for it."""
-        if self._blocks_lacking(request, prefix) > 0:
+        if self._places.blocks_lacking(request, prefix) > 0:
             return False
         request.num_computed_tokens = prefix.num_tokens
         num_new_tokens = self._chunk_size(plan, request)
@@ -361,8 +338,8 @@ class Scheduler:
             request.num_computed_tokens = 0
             return False
         new_blocks = self.cache.allocate(request, num_new_tokens, prefix)
-        assert new_blocks is not None, "_blocks_lacking found enough"
-        request.slot = self._free_slots.pop()
+        assert new_blocks is not None, "blocks_lacking found enough"
+        request.slot = self._places.free_slots.pop()
         self._queues.move(request, RequestState.PREFILLING)
         now = self.events.now()
         if request.num_cached_tokens is None:
@@ -371,8 +348,7 @@ class Scheduler:
         else:
             self.events.emit(Resumed(now, request.request_id, prefix.num_tokens))
         plan.admit(request, prefix)
-        if plan.append(request, num_new_tokens, new_blocks):
-            self._queues.move(request, RequestState.DECODING)
+        self._append(plan, request, num_new_tokens, new_blocks)
         return True
 
     # -- ends
@@ -380,7 +356,7 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None
     ) -> None:
-        self._give_up_place(request)
+        self._places.give_up(request)
         del self._requests[request.request_id]
         self._queues.move(request, RequestState.FINISHED)
         request.finish_reason = reason
@@ -390,9 +366,3 @@ class Scheduler:
     def _fail(self, request: Request, error: PolicyError) -> None:
         self._finish(request, "error", str(error))
         self._failures.append(end_update(request, "error", str(error)))
-
-    def _give_up_place(self, request: Request) -> None:
-        self.cache.release(request)
-        if request.slot >= 0:
-            self._free_slots.append(request.slot)
-            request.slot = -1

@@ -8,6 +8,7 @@ from mini_infer.cache.manager import PrefixMatch
 from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.events import ChunkScheduled, EventStream
 from mini_infer.core.request import Request
+from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS, ChunkDrafts
 
 
 @dataclass(slots=True)
@@ -38,11 +39,19 @@ class StepPlan:
             )
         )
 
-    def append(self, request: Request, num_new_tokens: int, new_block_ids: list[int]) -> bool:
-        """Adds a chunk and moves its request on; does the chunk sample?"""
+    def append(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        new_block_ids: list[int],
+        drafts: ChunkDrafts = NO_DRAFTS,
+    ) -> bool:
+        """Adds a chunk of so many tokens and its drafts, and moves its request on, as if these were
+        accepted; does the chunk sample?"""
         start = request.num_computed_tokens
-        end = start + num_new_tokens
-        samples = end == request.num_tokens
+        samples = start + num_new_tokens == request.num_tokens
+        num_drafts = drafts.num_drafts
+        num_new_tokens += num_drafts
         self.chunks.append(
             Chunk(
                 request_id=request.request_id,
@@ -51,13 +60,19 @@ class StepPlan:
                 num_new_tokens=num_new_tokens,
                 new_block_ids=tuple(new_block_ids),
                 samples=samples,
+                num_drafts=num_drafts,
+                draft_token_ids=drafts.token_ids,
+                start_known=request.num_in_flight_drafts == 0,
+                num_proposed=drafts.num_proposed,
             )
         )
         self.requests.append(request)
         self.budget = max(0, self.budget - num_new_tokens)
-        request.num_computed_tokens = end
+        request.num_computed_tokens = start + num_new_tokens
         request.num_in_flight_steps += 1
-        request.num_in_flight_tokens += samples
+        request.num_in_flight_tokens += samples + num_drafts
+        request.num_in_flight_drafts += num_drafts
+        request.num_drafts = drafts.num_proposed
         return samples
 
     @contextmanager

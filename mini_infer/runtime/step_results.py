@@ -28,10 +28,15 @@ def apply_chunk_result(
         _collect_prompt_logprobs(request, chunk, out, index)
     if not chunk.samples:
         return None
-    request.num_in_flight_tokens -= 1
     reason: FinishReason | None = None
     stop_reason: int | str | None = None
     new_token_ids = out.token_ids[index]
+    request.num_in_flight_tokens -= 1 + chunk.num_drafts
+    if chunk.num_drafts:  # they counted as computed and accepted
+        request.num_in_flight_drafts -= chunk.num_drafts
+        request.num_computed_tokens -= chunk.num_drafts + 1 - len(new_token_ids)
+    if out.draft_token_ids:
+        request.draft_token_ids = out.draft_token_ids[index]
     for kept, token_id in enumerate(new_token_ids, start=1):
         request.token_ids.append(token_id)
         if token_id in request.end_token_ids or len(request.token_ids) >= request.max_num_tokens:

@@ -1,0 +1,104 @@
+"""What the scheduler asks and tells about drafts, whoever proposes them."""
+
+from collections.abc import Sequence
+
+from mini_infer.core.batch import Chunk
+from mini_infer.core.draft_counts import DraftCounts
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.events import DraftsVerified, EventStream
+from mini_infer.core.request import Request
+from mini_infer.core.step_costs import StepCosts
+from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS, ChunkDrafts
+from mini_infer.runtime.speculation.controller import DraftController
+from mini_infer.runtime.speculation.host_drafts import HostDrafts
+from mini_infer.runtime.speculation.load import load_proposer
+
+
+class Speculation:
+    """Belongs to a scheduler.
+
+    A host's proposer goes on from known tokens, so a step with its drafts is scheduled once nothing
+    is in flight. A device's leaves drafts behind one step, which the next one verifies; how many it
+    shall leave is decided here, a step ahead.
+    """
+
+    def __init__(
+        self, config: EngineConfig, events: EventStream, costs: StepCosts | None = None
+    ) -> None:
+        assert config.speculative_config is not None
+        self._config = config.speculative_config
+        self._max_step_tokens = config.max_num_batched_tokens
+        self._events = events
+        self._controller = DraftController(self._config, costs)
+        self._host: HostDrafts | None = None
+        if not self._config.on_device:
+            proposer = load_proposer(self._config, config.model_config.vocab_size)
+            self._host = HostDrafts(self._config, proposer, self._controller)
+        self._num_proposed = 0
+        self._share = 0
+        self._proposals: dict[str, tuple[int, ...]] = {}
+
+    def waits(self, num_rows: int) -> bool:
+        """Do the drafts of the next step, of so many decoding requests, need the tokens that are in
+        flight?"""
+        return self._host is not None and num_rows > 0 and self._host.drafting(num_rows)
+
+    def plan_step(self, decoding: Sequence[Request], num_prefilling: int, in_flight: bool) -> bool:
+        """Decides on the drafts of a step of these requests. Can it have any?"""
+        num_rows = len(decoding) + num_prefilling
+        self._share = self._max_step_tokens // max(1, num_rows) - 1
+        if self._host is None:
+            self._num_proposed = self._controller.num_drafts(num_rows) if num_rows else 0
+            return self._num_proposed > 0
+        self._proposals.clear()
+        if not in_flight and self.waits(len(decoding)):
+            proposals = self._host.propose(decoding, [self._room(r) for r in decoding])
+            for request, token_ids in zip(decoding, proposals, strict=True):
+                if token_ids:
+                    self._proposals[request.request_id] = token_ids
+        return bool(self._proposals)
+
+    def drafts_of(self, request: Request, num_new_tokens: int) -> ChunkDrafts:
+        """For a chunk of so many tokens that stand, drafts not counted."""
+        if request.num_computed_tokens + num_new_tokens < request.num_tokens:
+            return NO_DRAFTS  # it does not sample
+        room = self._room(request)
+        if self._host is not None:
+            token_ids = self._proposals.get(request.request_id, ())
+            return ChunkDrafts(len(token_ids), token_ids) if token_ids else NO_DRAFTS
+        num_drafts = max(0, min(request.num_drafts, room, self._share))
+        # What is sampled here is one token more, and so may be what is proposed behind that.
+        return ChunkDrafts(num_drafts, (), max(0, min(self._num_proposed, room - num_drafts - 1)))
+
+    def _room(self, request: Request) -> int:
+        """Drafts that could still be tokens of its answer: the last one is sampled for sure."""
+        return min(request.max_num_tokens - request.num_tokens - 1, self._share)
+
+    def take_in(self, request: Request, chunk: Chunk, num_tokens: int, num_rows: int) -> None:
+        """A step of ``num_rows`` requests gave this one ``num_tokens``, of which all but one were
+        drafts."""
+        if not chunk.num_drafts:
+            if self._host is not None and not request.num_in_flight_steps:
+                self._host.watch(request)
+            return
+        num_accepted = num_tokens - 1
+        seconds = self._controller.seconds(num_rows, chunk.num_drafts)
+        plain_seconds = num_tokens * self._controller.plain_seconds(num_rows)
+        if self._host is not None:
+            self._host.verified(request, chunk.num_drafts, num_accepted, num_rows)
+        else:
+            self._controller.record(chunk.num_drafts, num_accepted)
+        if request.drafts is None:
+            request.drafts = DraftCounts()
+        request.drafts.add(chunk.num_drafts, num_accepted, seconds, plain_seconds)
+        if self._events.wants(DraftsVerified):
+            self._events.emit(
+                DraftsVerified(
+                    self._events.now(),
+                    request.request_id,
+                    chunk.num_drafts,
+                    num_accepted,
+                    seconds,
+                    plain_seconds,
+                )
+            )
