@@ -10,9 +10,13 @@ from mini_infer.core.kv_layout import KVLayout
 
 
 def bytes_per_block(config: EngineConfig, layout: KVLayout, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    tokens = config.block_size * config.model_config.num_layers
-    return tokens * layout.bytes_per_token(dtype.itemsize)
+    """Bytes of one block over all layers, those of a draft model with its own KV included."""
+    size = config.model_config.num_layers * layout.bytes_per_token(dtype.itemsize)
+    speculation = config.speculative_config
+    draft = speculation.model_config if speculation is not None else None
+    if draft is not None:
+        size += draft.num_layers * draft.kv_layout.bytes_per_token(dtype.itemsize)
+    return config.block_size * size
 
 
 def num_blocks_that_fit(config: EngineConfig, layout: KVLayout, dtype: torch.dtype) -> int:
