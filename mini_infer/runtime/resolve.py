@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,18 +182,22 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
     if given["load_format"] == AUTO:
         given["load_format"] = "gguf" if files.weights.suffix == ".gguf" else "safetensors"
     given["attention_backend"] = _attention_backend(given["attention_backend"], given["device"])
+    _resolve_lengths(given, model_config)
+    said = given["speculative_config"]
+    speculation = resolve_speculation(said, given, model_config, files.folder)
+    given["speculative_config"] = speculation
+    models = [model_config]
+    if speculation is not None and speculation.model_config is not None:
+        models.append(speculation.model_config)
     if given["attention_backend"] == "flash_attn":
         from mini_infer.kernels.flash_attention import check_available
 
         capability = torch.cuda.get_device_capability()
-        check_available(capability, given["block_size"], model_config.head_dim, given["dtype"])
-    _resolve_lengths(given, model_config)
-    given["speculative_config"] = resolve_speculation(
-        given["speculative_config"], given, model_config, files.folder
-    )
+        for model in models:
+            check_available(capability, given["block_size"], model.head_dim, given["dtype"])
     if given["kv_cache_memory"] == AUTO:
         on_cpu = given["device"] == "cpu"
-        given["kv_cache_memory"] = _default_kv_memory(given, model_config) if on_cpu else None
+        given["kv_cache_memory"] = _default_kv_memory(given, models) if on_cpu else None
     config = EngineConfig(model_config=model_config, **given)
     logger.info(
         "%s: weights %s on %s, context %d, %d tokens a step, depth %d",
@@ -255,17 +259,13 @@ def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:
         given["max_num_batched_tokens"] = max(budget, given["max_num_seqs"])
 
 
-def _default_kv_memory(given: Mapping[str, Any], model_config: ModelConfig) -> int:
+def _default_kv_memory(given: Mapping[str, Any], models: Sequence[ModelConfig]) -> int:
     """A quarter of the free memory, at most 4 GiB, and no more than all slots could ever fill."""
     import psutil
 
     wide = given["dtype"] != "bfloat16"  # float16 weights are multiplied, and cached, in float32
-    speculation: SpeculativeConfig | None = given["speculative_config"]
-    drafts = speculation.model_config if speculation is not None else None
     bytes_per_token = sum(
-        config.num_layers * config.kv_layout.bytes_per_token(4 if wide else 2)
-        for config in (model_config, drafts)
-        if config is not None
+        model.num_layers * model.kv_layout.bytes_per_token(4 if wide else 2) for model in models
     )
     block: int = max(given["block_size"], 1)  # EngineConfig refuses what is smaller
     longest = -(-given["max_model_len"] // block) * block

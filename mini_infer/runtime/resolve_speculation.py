@@ -5,7 +5,6 @@ configuration of a model alone, which is that of a draft model.
 """
 
 import difflib
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -157,14 +156,9 @@ def _method(said: Mapping[str, Any]) -> str:
 def _runs_on_device(method: str) -> bool:
     if method in BUILT_IN_METHODS:
         return method != "ngram"
-    module_name, _, class_name = method.partition(":")
-    try:
-        proposer = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # it is the user's code, and may raise anything
-        raise InvalidConfigError(
-            f"speculative_config: method {method!r} can't be loaded: {error}"
-        ) from error
-    return bool(getattr(proposer, "on_device", False))
+    from mini_infer.runtime.speculation.load import load_proposer_class
+
+    return bool(getattr(load_proposer_class(method), "on_device", False))
 
 
 def _lookup_lengths(values: Mapping[str, Any]) -> dict[str, int]:

@@ -131,8 +131,9 @@ def test_what_cannot_be_read(value: Any, message: str) -> None:
         ({"method": "head"}, "head needs a model"),
         ({"method": "no_such_module:Class"}, "can't be loaded: No module named 'no_such_module'"),
         ({"method": "json:NoClass"}, "can't be loaded"),
-        ({"method": "json:"}, "can't be loaded"),
-        ({"method": ":JSONDecoder"}, "can't be loaded"),
+        ({"method": "json:"}, "no method 'json:': use ngram,"),
+        ({"method": ":JSONDecoder"}, "no method ':JSONDecoder': use ngram,"),
+        ({"method": "json:JSONDecoder"}, r"lacks propose\(\)"),
     ],
     ids=str,
 )

@@ -65,9 +65,8 @@ class DraftProgress:
 
     def _take_in(self, batch: ScheduledBatch) -> None:
         for admission in batch.admissions:
-            slot, blocks = admission.slot, list(admission.block_ids)
-            known = next((i for i, b in enumerate(blocks) if not self._is_seen[b]), len(blocks))
-            self._blocks[slot], self._num_seen[slot] = blocks, known * self._block_size
+            slot = admission.slot
+            self._blocks[slot], self._num_seen[slot] = list(admission.block_ids), 0
             self._in_step.discard(slot)
         for chunk in batch.chunks:
             if chunk.new_block_ids:
@@ -86,9 +85,9 @@ class DraftProgress:
             return None
         gap = None
         if slot not in self._in_step:
-            # Proposing begins with a pass over the last two tokens.
-            wanted = end - 1 if chunk.num_proposed else end
-            start = self._num_seen[slot]
+            # Proposing begins with a pass over the last two tokens: ``end`` and the one before.
+            wanted = end - 1 if chunk.num_proposed and not chunk.num_drafts else end
+            start = self._skip_seen_blocks(slot)
             length = min(wanted - start, budget)
             if length > 0:
                 gap = Gap(slot, start, length)
@@ -98,6 +97,15 @@ class DraftProgress:
             self._in_step.add(slot)
         self._advance(slot, end + 1)
         return gap
+
+    def _skip_seen_blocks(self, slot: int) -> int:
+        """Tokens seen, those included that another request with this one's prefix has brought."""
+        blocks, size = self._blocks[slot], self._block_size
+        count = self._num_seen[slot] // size
+        while count < len(blocks) and self._is_seen[blocks[count]]:
+            count += 1
+        self._num_seen[slot] = max(self._num_seen[slot], count * size)
+        return self._num_seen[slot]
 
     def _advance(self, slot: int, end: int) -> None:
         blocks, size, seen = self._blocks[slot], self._block_size, self._num_seen[slot]
