@@ -49,6 +49,7 @@ def _return_free_memory() -> None:
 
 
 def open_source(config: EngineConfig, files: ModelFiles, dtype: torch.dtype) -> WeightSource:
+    """The weights of ``files``, or random ones where ``load_format`` is dummy."""
     if config.load_format == "dummy":
         return DummySource(config.model_config, config.seed, dtype, config.device)
     if config.load_format == "gguf":

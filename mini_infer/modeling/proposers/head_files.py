@@ -1,0 +1,144 @@
+"""A draft head's folder: ``model.safetensors`` and a ``config.json`` that says for which target."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mini_infer.core.errors import InvalidConfigError, ModelNotFoundError, WeightsError
+from mini_infer.core.json_file import read_json_object
+from mini_infer.core.model_config import ModelConfig
+from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.layers import Layer
+from mini_infer.modeling.proposers.head import DraftHead
+from mini_infer.modeling.safetensors_source import SINGLE_FILE, SafetensorsSource
+
+CONFIG_FILE = "config.json"
+KIND = "MiniInferDraftHead"
+TARGET_FIELDS = (
+    "architecture",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+FINGERPRINT = "target_fingerprint"
+FINGERPRINT_ROWS, FINGERPRINT_COLUMNS = 32, 16
+FINGERPRINT_TOLERANCE = 0.02
+"""A target is recognised in any dtype: bfloat16 has an error of 0.4 %."""
+TRAIN_ONE = "train one for this model with 'mini-infer train-draft'"
+
+
+def fingerprint(model: CausalLM) -> Tensor:
+    """A sample of the target's embeddings, in float32: of a shape that the model's gives."""
+    table = model.embed_tokens.weight
+    rows = torch.linspace(0, len(table) - 1, FINGERPRINT_ROWS, device=table.device).long()
+    return table[rows, :FINGERPRINT_COLUMNS].float().cpu()
+
+
+def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch.dtype) -> None:
+    """Writes a head for ``model`` in ``dtype``; the folder is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (value.to(dtype) if value.is_floating_point() else value).contiguous().cpu()
+        for name, value in head.state_dict().items()
+    }
+    tensors[FINGERPRINT] = fingerprint(model)
+    config = {
+        "architectures": [KIND],
+        "num_draft_tokens": len(head.token_ids),
+        "target": {name: getattr(model.config, name) for name in TARGET_FIELDS},
+    }
+    save_file(tensors, folder / SINGLE_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftHead:
+    """The head that was trained for ``model``, on its device and ready for inference.
+
+    Raises:
+        ModelNotFoundError: no such folder, or it has no ``config.json``.
+        InvalidConfigError: it holds something else, or the head of another target.
+        WeightsError: a file is damaged.
+        UnsupportedModelError: so is ``config.json``, or the model has layers of another kind.
+    """
+    num_tokens = _check_config(folder, model.config)
+    device = model.embed_tokens.weight.device
+    with torch.device("meta"):
+        head = DraftHead(model, num_tokens)
+    source = SafetensorsSource(folder)
+    expected = {name: tuple(place.shape) for name, place in head.state_dict().items()}
+    expected[FINGERPRINT] = tuple(fingerprint(model).shape)
+    found = {name: source.shape(name) for name in source.names()}
+    if found != expected:
+        wrong = sorted(name for name, _ in found.items() ^ expected.items())
+        raise WeightsError(
+            f"{folder / SINGLE_FILE} does not fit its {CONFIG_FILE} ({', '.join(wrong)}): "
+            f"{TRAIN_ONE}"
+        )
+    tensors = {name: source.get(name) for name in expected}
+    same = torch.allclose(
+        tensors.pop(FINGERPRINT), fingerprint(model), rtol=FINGERPRINT_TOLERANCE, atol=1e-3
+    )
+    if not same:
+        raise InvalidConfigError(
+            f"the draft head in {folder} was trained for another model of the same shape: its "
+            f"embeddings differ; {TRAIN_ONE}"
+        )
+    _check_token_ids(tensors["token_ids"], model.config.vocab_size, folder)
+    head.load_state_dict(
+        {
+            name: value.to(device, dtype if value.is_floating_point() else value.dtype)
+            for name, value in tensors.items()
+        },
+        assign=True,
+    )
+    for module in reversed(list(head.modules())):
+        if isinstance(module, Layer):
+            module.finish_loading()
+    return head.eval()
+
+
+def _check_config(folder: Path, target: ModelConfig) -> int:
+    """How many tokens the head in ``folder`` drafts, once it is clear that it fits ``target``."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ModelNotFoundError(f"no draft head in {folder}: it has no {CONFIG_FILE}; {TRAIN_ONE}")
+    config = read_json_object(path)
+    if config.get("architectures") != [KIND]:
+        raise InvalidConfigError(
+            f"{folder} holds no draft head, but {config.get('architectures')}: {TRAIN_ONE}, or use "
+            "a whole model as draft_model"
+        )
+    made_for: Any = config.get("target")
+    made_for = made_for if isinstance(made_for, dict) else {}
+    for name in TARGET_FIELDS:
+        ours = getattr(target, name)
+        if made_for.get(name) != ours:
+            raise InvalidConfigError(
+                f"the draft head in {folder} is for a target with {name} {made_for.get(name)}, "
+                f"this one has {ours}: {TRAIN_ONE}"
+            )
+    num_tokens = config.get("num_draft_tokens")
+    if (
+        not isinstance(num_tokens, int)
+        or isinstance(num_tokens, bool)
+        or not 1 <= num_tokens <= target.vocab_size
+    ):
+        raise WeightsError(f"{path}: num_draft_tokens must be within the vocabulary: {TRAIN_ONE}")
+    return num_tokens
+
+
+def _check_token_ids(token_ids: Tensor, vocab_size: int, folder: Path) -> None:
+    """A device would not say that an id is out of range, but end."""
+    rises = bool((token_ids[1:] > token_ids[:-1]).all())
+    if token_ids.dtype != torch.int64 or not rises:
+        raise WeightsError(f"{folder / SINGLE_FILE}: token_ids must be int64, ascending")
+    if int(token_ids[0]) < 0 or int(token_ids[-1]) >= vocab_size:
+        raise WeightsError(f"{folder / SINGLE_FILE}: token_ids are outside the vocabulary")

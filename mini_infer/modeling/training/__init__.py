@@ -1,0 +1,1 @@
+"""Training of what drafts for a model: the model itself never changes."""
