@@ -26,6 +26,10 @@ from mini_infer.modeling.proposers.proposer import DraftRows
 from mini_infer.modeling.sampler import Sampler
 from mini_infer.modeling.step_layout import StepLayout
 
+CATCH_UP_TOKENS = 1024
+"""A step computes as many missed tokens, where it may have less: a probe of drafts that were off
+for a while has to see more than the few tokens of a CPU's chunk."""
+
 
 def load_draft_model(config: EngineConfig) -> CausalLM:
     """The draft model of ``config.speculative_config``, with its weights on the device.
@@ -60,16 +64,13 @@ class DraftModelProposer:
         dtype = activation_dtype(model.embed_tokens.weight)
         self._caches = allocate_kv_cache(_engine_config(config), model.kv_layout, num_blocks, dtype)
         most_in_flight = (config.depth - 1) * config.speculative_config.num_speculative_tokens
-        self._progress = DraftProgress(
-            num_blocks, config.block_size, most_in_flight, config.max_step_tokens
-        )
+        most_at_once = max(config.max_step_tokens, CATCH_UP_TOKENS)
+        self._progress = DraftProgress(num_blocks, config.block_size, most_in_flight, most_at_once)
         self._target_vocab_size = config.model_config.vocab_size
 
     def follow(self, batch: ScheduledBatch) -> None:
-        """Computes what the draft model has missed of the requests that will draft, at most as many
-        tokens as a step may have. To be called in every step, once its tables are written and
-        before ``propose``; never part of a graph.
-        """
+        """Computes what the draft model has missed of the requests that will draft, if anything.
+        See ``FollowingProposer``."""
         gaps = self._progress.follow(batch)
         if not gaps:
             return

@@ -27,13 +27,14 @@ class DraftProgress:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, most_in_flight: int, max_step_tokens: int
+        self, num_blocks: int, block_size: int, most_in_flight: int, most_at_once: int
     ) -> None:
         """``most_in_flight`` drafts of a request may be in steps of which the host does not know
-        the result; ``max_step_tokens`` may be missed and computed in one step."""
+        the result; a step computes ``most_at_once`` missed tokens, and leaves the rest to later
+        ones, rather than keep everybody waiting."""
         self._block_size = block_size
         self._most_in_flight = most_in_flight
-        self._max_step_tokens = max_step_tokens
+        self._most_at_once = most_at_once
         self._num_seen: dict[int, int] = {}
         self._blocks: dict[int, list[int]] = {}
         self._is_seen = bytearray(num_blocks)
@@ -55,7 +56,7 @@ class DraftProgress:
                 self._in_step.clear()
             return []
         gaps: list[Gap] = []
-        budget = self._max_step_tokens
+        budget = self._most_at_once
         for chunk in batch.chunks:
             gap = self._follow_chunk(chunk, budget)
             if gap is not None:

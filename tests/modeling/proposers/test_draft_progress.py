@@ -13,8 +13,8 @@ SIZE = 4
 """Tokens of a block."""
 
 
-def progress(max_step_tokens: int = 1000, most_in_flight: int = 0) -> DraftProgress:
-    return DraftProgress(64, SIZE, most_in_flight, max_step_tokens)
+def progress(most_at_once: int = 1000, most_in_flight: int = 0) -> DraftProgress:
+    return DraftProgress(64, SIZE, most_in_flight, most_at_once)
 
 
 def admission(slot: int, block_ids: Sequence[int] = ()) -> Admission:
@@ -82,8 +82,8 @@ def test_a_request_that_goes_on_alone_is_caught_up() -> None:
     assert seen.follow(step(chunk(0, 14, 4, drafts=3, proposed=3))) == []
 
 
-def test_what_is_missed_is_computed_within_a_steps_tokens() -> None:
-    seen = progress(max_step_tokens=6)
+def test_much_that_is_missed_is_spread_over_steps() -> None:
+    seen = progress(most_at_once=6)
     slots = range(2)
     seen.follow(
         step(
