@@ -95,7 +95,7 @@ class DeviceState:
         self.kv_limits = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         """``[slots + 1, 1]``: tokens that a request's blocks hold. Drafts beyond have no KV."""
         self.null_block = 0
-        self._speculates_on_device = config.speculates_on_device
+        self._speculates = config.speculative_config is not None
         self.sampling = SamplingState(num_slots, config.model_config.vocab_size, device)
         self.params_by_slot: dict[int, SamplingParams] = {}
         self.num_prompt_tokens: dict[int, int] = {}
@@ -126,7 +126,7 @@ class DeviceState:
                 tokens.add(chunk.slot, end - chunk.num_drafts, chunk.draft_token_ids)
         tokens.apply_to(self.token_table)
         blocks.apply_to(self.block_table)
-        if self._speculates_on_device and blocks.starts:
+        if self._speculates and blocks.starts:
             limits = _Writes(1)
             width = self.block_table.shape[1]
             for slot in dict.fromkeys(start // width for start in blocks.starts):

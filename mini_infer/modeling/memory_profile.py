@@ -83,18 +83,32 @@ def _graph_bytes(runner: ModelRunner) -> int:
     """Of all graphs: the largest hold the memory that they share, each further one its own."""
     if not runner.has_graphs:
         return 0
-    taken = []
-    for count in (1, 2):
-        before, _ = torch.cuda.mem_get_info()
+    with _MemoryTaken() as taken:
         graphs = runner.new_graphs()
-        graphs.capture_largest(count)
+        graphs.capture_largest()
+    total = taken.num_bytes
+    for capture, count in graphs.further():
+        with _MemoryTaken() as taken:
+            capture()
+        total += count * taken.num_bytes
+    del graphs, capture
+    torch.cuda.empty_cache()
+    return total
+
+
+class _MemoryTaken:
+    """Bytes of a GPU that are taken within, but for what torch only keeps for later."""
+
+    num_bytes = 0
+
+    def __enter__(self) -> _MemoryTaken:
+        self._before, _ = torch.cuda.mem_get_info()
+        return self
+
+    def __exit__(self, *error: object) -> None:
         torch.cuda.empty_cache()  # of what was launched before each recording: steps count that
         after, _ = torch.cuda.mem_get_info()
-        taken.append(max(0, before - after))
-        others = graphs.num_graphs - len(graphs)
-        del graphs
-        torch.cuda.empty_cache()
-    return taken[0] + max(0, taken[1] - taken[0]) * others
+        self.num_bytes = max(0, self._before - after)
 
 
 def _step_bytes(runner: ModelRunner) -> int:

@@ -11,6 +11,7 @@ from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.kernels import ops
 from mini_infer.modeling.attention import KVCache
+from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState, StepInputs
 from mini_infer.modeling.kv_memory import allocate_kv_cache, num_blocks_that_fit
 from mini_infer.modeling.layers import activation_dtype
@@ -18,9 +19,11 @@ from mini_infer.modeling.load import load_model
 from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
+from mini_infer.modeling.proposers.draft_model import load_draft_model
 from mini_infer.modeling.proposers.load import load_device_proposer
+from mini_infer.modeling.proposers.proposer import DeviceProposer, FollowingProposer
 from mini_infer.modeling.sampler import Sampler, SampleResult, mask_
-from mini_infer.modeling.speculative_step import SpeculativeSteps, StepRows
+from mini_infer.modeling.speculative_step import SpeculativeSteps, StepRows, first_samples
 from mini_infer.modeling.step_graphs import StepGraphs
 from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.step_result import (
@@ -46,11 +49,16 @@ class ModelRunner:
         self._files = files
         self._sampler = Sampler()
         self._graphs: StepGraphs | None = None
+        self._draft_model: CausalLM | None = None
+        self._proposer: DeviceProposer | None = None
         self._speculative: SpeculativeSteps | None = None
 
     def load(self) -> None:
-        """Builds the model and its weights on the device."""
+        """Builds the model, a draft model if there is one, and their weights on the device."""
+        speculation = self.config.speculative_config
         self.model = load_model(self.config, self._files)
+        if speculation is not None and speculation.method == "draft_model":
+            self._draft_model = load_draft_model(self.config)
         self.state = DeviceState(self.config, self.device)
         self.dtype = activation_dtype(self.model.embed_tokens.weight)
 
@@ -68,21 +76,25 @@ class ModelRunner:
         self.caches = allocate_kv_cache(config, layout, num_blocks + surplus, self.dtype)
         if surplus:
             self.state.set_null_block(num_blocks)
+        if config.speculates_on_device:
+            target = config, self.model, self.caches, self.state
+            self._proposer = load_device_proposer(*target, self._draft_model)
         if config.speculative_config is not None:
-            proposer = None
-            if config.speculates_on_device:
-                proposer = load_device_proposer(config, self.model, self.caches, self.state)
-            self._speculative = SpeculativeSteps(config, self.state, self._sampler, proposer)
+            self._speculative = SpeculativeSteps(config, self.state, self._sampler, self._proposer)
 
     def capture_graphs(self) -> None:
-        """Records decodes of all batch sizes and small steps with chunks; needs ``init_cache``."""
+        """Records decodes of all batch sizes, small steps with chunks, and steps with drafts; needs
+        ``init_cache``."""
         if self.has_graphs:
             self._graphs = self.new_graphs()
             self._graphs.capture()
+            if self._speculative is not None:
+                self._speculative.graphs = self._graphs.proposals
 
     def new_graphs(self) -> StepGraphs:
         """Graphs over the model and cache that are there, not yet recorded."""
-        return StepGraphs.over(self.config, self.model, self.caches, self.state, self.dtype)
+        target = self.config, self.model, self.caches, self.state
+        return StepGraphs.over(*target, self.dtype, self._proposer)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
@@ -94,6 +106,8 @@ class ModelRunner:
         """
         with step_range(batch), device_failures():
             self.state.take_in(batch)
+            if isinstance(self._proposer, FollowingProposer):
+                self._proposer.follow(batch)
             layout = StepLayout.of(batch)
             if layout.speculates:
                 return self._speculative_step(batch, layout)
@@ -113,24 +127,39 @@ class ModelRunner:
         state, steps = self.state, self._speculative
         assert steps is not None, "only a scheduler that speculates plans such steps"
         layout = state.with_known_starts(layout)
-        inputs = state.lay_out(layout)
-        sampled = to_device(layout.sampled_tokens, self.device)
-        prompt_rows: list[PromptRows] = []
-        if state.any_prompt_logprobs(batch):
-            x = self._forward(inputs, None)
-            compute_logits = self.model.compute_logits
-            prompt_rows = compute_prompt_rows(batch, layout.first_rows, x, compute_logits, state)
-            x = x.index_select(0, sampled)
-        else:
-            x = self._forward(inputs, sampled)
-        state.sampling.admit(batch.admissions)
-        places = inputs.positions.index_select(0, sampled) + 1
-        rows = StepRows(x, self.model.compute_logits(x), places)
+        rows, prompt_rows = self._speculative_rows(batch, layout)
+        if rows.drawn is not None and (batch.masked or steps.needs_edits(layout)):
+            rows = rows.to_sample(layout)
         if not batch.masked:
             return steps.finish(batch, layout, rows, prompt_rows)
         return self._masked_step(
             batch, layout, rows.logits, lambda: steps.finish(batch, layout, rows, prompt_rows)
         )
+
+    def _speculative_rows(
+        self, batch: ScheduledBatch, layout: StepLayout
+    ) -> tuple[StepRows, list[PromptRows]]:
+        """What a step that speculates samples from, and what its other tokens say about prompts, if
+        anybody asked."""
+        state = self.state
+        wants_prompts = state.any_prompt_logprobs(batch)
+        if self._graphs is not None and not wants_prompts:
+            graphs = self._graphs.verifications
+            if (shape := graphs.shape_for(layout)) is not None:
+                state.sampling.admit(batch.admissions)
+                return graphs.run(shape, layout), []
+        inputs = state.lay_out(layout)
+        sampled = to_device(layout.sampled_tokens, self.device)
+        x = self._forward(inputs, None if wants_prompts else sampled)
+        prompt_rows: list[PromptRows] = []
+        if wants_prompts:
+            compute_logits = self.model.compute_logits
+            prompt_rows = compute_prompt_rows(batch, layout.first_rows, x, compute_logits, state)
+            x = x.index_select(0, sampled)
+        state.sampling.admit(batch.admissions)
+        places = inputs.positions.index_select(0, sampled) + 1
+        logits = self.model.compute_logits(x)
+        return StepRows(x, logits, places, first_samples(layout)), prompt_rows
 
     def release(self) -> None:
         """Frees weights, cache and graphs, once the steps in flight are over: they write into the
@@ -140,6 +169,7 @@ class ModelRunner:
                 torch.cuda.synchronize()
         self._graphs = None
         self.caches = []
+        self._draft_model = self._proposer = self._speculative = None
         self.__dict__.pop("model", None)
 
     @property

@@ -5,9 +5,12 @@ A draft that the sampler itself arrives at is accepted, so what comes out is wha
 samples, whoever proposed (arXiv 2408.07978).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +26,9 @@ from mini_infer.modeling.step_layout import StepLayout
 from mini_infer.modeling.step_result import LocalStep, PromptRows, VerifiedRows
 from mini_infer.modeling.upload import to_device
 
+if TYPE_CHECKING:
+    from mini_infer.modeling.speculative_graphs import ProposeGraphs
+
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
@@ -32,11 +38,36 @@ class StepRows:
         hidden: ``[S, hidden]``, the residual stream.
         logits: ``[S, vocab]``.
         places: ``[S]`` int64 on the device: where what is sampled will stand.
+        first: ``[R]``: where the rows of each sampled chunk begin. There are more of them than it
+            has samples where a graph padded its drafts.
+        drawn: ``[S]`` int64, what a graph sampled, if one did.
     """
 
     hidden: Tensor
     logits: Tensor
     places: Tensor
+    first: list[int]
+    drawn: Tensor | None = None
+
+    def to_sample(self, layout: StepLayout) -> StepRows:
+        """Only the rows that ``layout`` samples, and nothing drawn of them yet."""
+        first = first_samples(layout)
+        if len(self.places) == len(first) + sum(layout.num_drafts):
+            return replace(self, drawn=None)
+        counts = zip(self.first, layout.num_drafts, strict=True)
+        rows = [row + offset for row, count in counts for offset in range(1 + count)]
+        which = to_device(np.array(rows, dtype=np.int64), self.places.device)
+        return StepRows(
+            self.hidden.index_select(0, which),
+            self.logits.index_select(0, which),
+            self.places.index_select(0, which),
+            first,
+        )
+
+
+def first_samples(layout: StepLayout) -> list[int]:
+    """Where the samples of each sampled chunk begin among those of a step that speculates."""
+    return [0, *accumulate(1 + count for count in layout.num_drafts)][:-1]
 
 
 class SpeculativeSteps:
@@ -53,6 +84,15 @@ class SpeculativeSteps:
         assert config.speculative_config is not None
         self._state, self._sampler, self._proposer = state, sampler, proposer
         self._most_uncertain = config.depth * config.speculative_config.num_speculative_tokens
+        self.graphs: ProposeGraphs | None = None
+        """What replays all that comes behind sampling, where there is a GPU."""
+
+    def needs_edits(self, layout: StepLayout) -> bool:
+        """Does a row need more than a graph does: edits of its logits, or log-probabilities?"""
+        slots = [layout.slots[index] for index in layout.sampled]
+        ends = np.array([layout.context_lens[index] for index in layout.sampled], dtype=np.int64)
+        fewest = ends - np.array(layout.num_drafts) - self._most_uncertain * any(layout.uncertain)
+        return self._state.sampling.needs_edits(np.array(slots), fewest)
 
     def finish(
         self,
@@ -61,28 +101,14 @@ class SpeculativeSteps:
         rows: StepRows,
         prompt_rows: Sequence[PromptRows] = (),
     ) -> LocalStep:
-        """Samples the rows of the sampled chunks, accepts drafts, proposes new ones."""
+        """Samples the rows of the sampled chunks, unless a graph did, accepts drafts, proposes new
+        ones."""
         state = self._state
-        result = self.sample(layout, rows)
-        counts = [1 + count for count in layout.num_drafts]
-        first_samples = [0, *accumulate(counts)][:-1]
-        slots = [layout.slots[index] for index in layout.sampled]
-        packed = np.array([first_samples, layout.num_drafts, slots], dtype=np.int64)
-        first, num_drafts, device_slots = to_device(packed, state.device)
-        num_accepted = ops.accept_drafts_(
-            result.token_ids,
-            first,
-            num_drafts,
-            device_slots,
-            rows.places.index_select(0, first),
-            state.token_table,
-            state.last_positions,
-        )
-        verified = VerifiedRows(first_samples, num_accepted)
-        if any(layout.num_proposed):
-            drafts = self._propose(layout, device_slots, first + num_accepted, rows, result)
-            if batch.masked:  # whose masks after the drafts the host will have to fill
-                verified = VerifiedRows(first_samples, num_accepted, layout.num_proposed, drafts)
+        result = self.sample(layout, rows) if rows.drawn is None else SampleResult(rows.drawn)
+        num_accepted, drafts = self._accept_and_propose(layout, rows, result.token_ids)
+        verified = VerifiedRows(rows.first, num_accepted)
+        if drafts is not None and batch.masked:  # whose masks after them the host has to fill
+            verified = VerifiedRows(rows.first, num_accepted, layout.num_proposed, drafts)
         return LocalStep(batch, state.params_by_slot, result, prompt_rows, state.device, verified)
 
     def sample(self, layout: StepLayout, rows: StepRows) -> SampleResult:
@@ -96,13 +122,42 @@ class SpeculativeSteps:
             rows.logits, slots, places, state.token_table, state.sampling, uncertain
         )
 
+    def _accept_and_propose(
+        self, layout: StepLayout, rows: StepRows, token_ids: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """How many drafts each sampled chunk accepts ``[R]``, and its next ones ``[R, k]``, if any
+        chunk wants some."""
+        wants_drafts = any(layout.num_proposed)
+        if self.graphs is not None and (shape := self.graphs.shape_for(layout)) is not None:
+            if rows.drawn is None:
+                self.graphs.sampled.fill(token_ids, rows.places, rows.hidden)
+            num_accepted, drafts = self.graphs.run(shape, layout, rows.first)
+            return num_accepted, drafts if wants_drafts else None
+        state = self._state
+        slots = [layout.slots[index] for index in layout.sampled]
+        packed = np.array([rows.first, layout.num_drafts, slots], dtype=np.int64)
+        first, num_drafts, device_slots = to_device(packed, state.device)
+        num_accepted = ops.accept_drafts_(
+            token_ids,
+            first,
+            num_drafts,
+            device_slots,
+            rows.places.index_select(0, first),
+            state.token_table,
+            state.last_positions,
+        )
+        if not wants_drafts:
+            return num_accepted, None
+        last = first + num_accepted
+        return num_accepted, self._propose(layout, device_slots, last, rows, token_ids)
+
     def _propose(
         self,
         layout: StepLayout,
         slots: Tensor,
         last_samples: Tensor,
         rows: StepRows,
-        result: SampleResult,
+        sampled: Tensor,
     ) -> Tensor:
         """Drafts ``[R, k]`` behind all sampled chunks' last tokens, which are the samples
         ``last_samples [R]``; also in the token table. Of a chunk that wants fewer, the next step
@@ -113,7 +168,7 @@ class SpeculativeSteps:
             DraftRows(
                 slots=slots,
                 positions=positions,
-                token_ids=result.token_ids.index_select(0, last_samples),
+                token_ids=sampled.index_select(0, last_samples),
                 hidden=rows.hidden.index_select(0, last_samples),
             ),
             max(layout.num_proposed),

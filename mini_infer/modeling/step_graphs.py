@@ -1,6 +1,8 @@
-"""The CUDA graphs of a runner: decodes, the layers of steps with chunks, and those steps' ends."""
+"""The CUDA graphs of a runner: decodes, the layers of steps with chunks, those steps' ends, and
+steps with drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,14 @@ from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.cuda_graphs import DecodeGraphs
 from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.proposers.proposer import DeviceProposer
 from mini_infer.modeling.sampling_graphs import SamplingGraphs
+from mini_infer.modeling.speculative_graphs import (
+    ProposeGraphs,
+    SampledPlaces,
+    VerifyGraphs,
+    most_samples,
+)
 
 
 class StepGraphs(NamedTuple):
@@ -20,6 +29,8 @@ class StepGraphs(NamedTuple):
     decodes: DecodeGraphs
     chunks: ChunkGraphs
     ends: SamplingGraphs
+    verifications: VerifyGraphs
+    proposals: ProposeGraphs
 
     @classmethod
     def over(
@@ -29,16 +40,24 @@ class StepGraphs(NamedTuple):
         caches: Sequence[KVCache],
         state: DeviceState,
         dtype: torch.dtype,
+        proposer: DeviceProposer | None = None,
     ) -> "StepGraphs":
-        """Graphs over a model and a cache that are there, not yet recorded."""
+        """Graphs over a model and a cache that are there, not yet recorded.
+
+        ``proposer`` is what proposes drafts on the device, if anything does.
+        """
         sizes, rows, device = config.model_config, config.max_num_seqs, state.device
         pool = torch.cuda.graph_pool_handle()
         hidden = torch.empty(rows + 1, sizes.hidden_size, dtype=dtype, device=device)
-        logits = torch.empty(rows, sizes.vocab_size, dtype=dtype, device=device)
+        most_rows = max(rows, most_samples(config))
+        logits = torch.empty(most_rows, sizes.vocab_size, dtype=dtype, device=device)
+        sampled = SampledPlaces.empty(config, dtype, device)
         return cls(
             DecodeGraphs(config, model, caches, state, logits, pool),
             ChunkGraphs(config, model, caches, state, hidden, pool),
             SamplingGraphs(config, model, state, hidden, logits, pool),
+            VerifyGraphs(config, model, caches, state, logits, sampled, pool),
+            ProposeGraphs(config, state, proposer, sampled, pool),
         )
 
     def capture(self) -> None:
@@ -46,16 +65,25 @@ class StepGraphs(NamedTuple):
         for graphs in self:
             graphs.capture()
 
-    def capture_largest(self, num_decodes: int) -> None:
-        """Records the largest of each kind, and so many of the decodes."""
-        self.decodes.capture(self.decodes.sizes[-num_decodes:])
+    def capture_largest(self) -> None:
+        """Records the largest of each kind."""
         for shape in self.chunks.shapes[-1:]:
             self.chunks.record(shape)
-        self.ends.capture(self.ends.sizes[-1:])
+        for graphs in (self.decodes, self.ends):
+            graphs.capture(graphs.sizes[-1:])
+        for shaped in (self.verifications, self.proposals):
+            shaped.capture(shaped.shapes[-1:])
 
-    @property
-    def num_graphs(self) -> int:
-        return len(self.decodes.sizes) + len(self.chunks.shapes) + len(self.ends.sizes)
+    def further(self) -> list[tuple[Callable[[], None], int]]:
+        """What records one more graph after those, and how many there are like it."""
+        kinds = self.decodes.sizes, self.chunks.shapes, self.ends.sizes
+        count = sum(max(0, len(kind) - 1) for kind in kinds)
+        decode: Callable[[], None] = partial(self.decodes.capture, self.decodes.sizes[-2:-1])
+        more = [(decode, count)]
+        for shaped in (self.verifications, self.proposals):
+            shapes = shaped.shapes[-2:-1]
+            more.append((partial(shaped.capture, shapes), max(0, len(shaped.shapes) - 1)))
+        return more
 
     def rehearse(self) -> None:
         """Launches what their steps launch, and records nothing."""

@@ -92,7 +92,8 @@ class CountingGraphs:
         self._gpu = gpu
 
     def capture(self, which: tuple[int, ...]) -> None:
-        self._gpu.held[self] = 1000 * (8 in which) + 10 * len(which)
+        held = self._gpu.held.get(self, 0)
+        self._gpu.held[self] = held + 1000 * (8 in which) + 10 * len(which)
         self._gpu.cached += 500
 
     def record(self, shape: int) -> None:
@@ -105,6 +106,8 @@ def test_graphs_take_what_the_largest_do_and_a_little_for_each(
     gpu: Any = CountingGPU()
     monkeypatch.setattr(torch.cuda, "mem_get_info", gpu.mem_get_info)
     monkeypatch.setattr(torch.cuda, "empty_cache", gpu.empty_cache)
-    assert memory_profile._graph_bytes(gpu) == 3 * 1010 + 10 * (3 * 4 - 3)
+    kinds = len(StepGraphs._fields)
+    assert memory_profile._graph_bytes(gpu) == kinds * 1010 + 10 * kinds * (4 - 1)
+    assert not gpu.held
     gpu.has_graphs = False
     assert memory_profile._graph_bytes(gpu) == 0
