@@ -13,20 +13,22 @@ from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, Speculative
 from mini_infer.core.step_costs import StepCosts
 from mini_infer.runtime.speculation.acceptance import Acceptance
 
-MIN_GAIN = 1.025
-"""Where less is to be won, steps stay plain: costs and acceptance are known no better."""
+START_GAIN = 1.025
+STAY_GAIN = 1.005
+"""Predicted speed-up at which drafts begin, as costs and acceptance are known no better, and below
+which they end."""
 PRIOR_RATE = 0.6
 PRIOR_WEIGHT = 2.0
 """What is believed of drafts before any is verified: enough to try, and soon outweighed."""
-ALLOWANCE = 0.005
+ALLOWANCE = 0.008
 """Share of plain decoding's time that may be lost to drafts that fail."""
 MAX_CREDIT = 32.0
 FIRST_CREDIT = 8.0
 """In plain steps: what may be lost at a stretch, and at the start."""
-PROBE_SHARE = 0.004
-"""Share of plain decoding's time that probes of a drafter in disgrace may take, and a
-``MAX_PATIENCE``-th of that after many that failed."""
-MAX_PATIENCE = 16.0
+PROBE_SHARE = 0.006
+"""Share of plain decoding's time that probes of drafts that lost may take, and a
+``MAX_PATIENCE``-th of that once many have failed."""
+MAX_PATIENCE = 4.0
 PROBED_SAMPLES = 8.0
 """Samples that are remembered while probing."""
 ASSUMED_COSTS = StepCosts(
@@ -60,10 +62,11 @@ class DraftController:
         self._host_seconds = 0.0 if config.on_device else host_seconds
         self._seconds: dict[int, tuple[float, ...]] = {}
         """Of each number of requests: what a step takes with each of ``draft_counts``."""
-        self._acceptance = Acceptance(config.num_speculative_tokens, PRIOR_WEIGHT)
+        self._acceptance = Acceptance(config.num_speculative_tokens, [PRIOR_RATE], PRIOR_WEIGHT)
         self._credit = FIRST_CREDIT * self._plain(1)
         self._num_rows = 1
         """Of the step planned last."""
+        self._on = False
         self._wait = self._interval = 0.0
         """Plain steps until the next probe, and between the last one and it."""
         self._patience = 1.0
@@ -78,9 +81,10 @@ class DraftController:
         if not self._config.adaptive:
             return self._config.num_speculative_tokens
         self.pass_step(num_rows)
-        expected = [num_rows * share for share in self.survival()]
+        expected = [num_rows * share for share in self._acceptance.survival()]
         count, gain = self.best(num_rows, expected)
-        if gain < MIN_GAIN:
+        self._on = count > 0 and gain > (STAY_GAIN if self._on else START_GAIN)
+        if not self._on:
             count = self._probe(num_rows)
         elif self._credit <= 0:
             count = 0
@@ -90,7 +94,7 @@ class DraftController:
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
         """Takes in that a request's drafts were verified."""
-        self.observe(num_drafts, num_accepted)
+        self._acceptance.record(num_drafts, num_accepted, memory=96 + 4 * self._num_rows)
         self.earn(num_accepted)
         if num_accepted:  # of all rows: no wait for the next probe, and half the patience
             self._wait -= self._interval / self._num_rows
@@ -118,18 +122,6 @@ class DraftController:
             if gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
-
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Learns from drafts that were compared with what came, in a step or beside it."""
-        self._acceptance.record(num_drafts, num_accepted, memory=64 + 4 * self._num_rows)
-
-    def survival(self) -> list[float]:
-        """Of each position, how likely a draft there is accepted."""
-        return self._acceptance.survival(PRIOR_RATE)
-
-    def rates(self) -> list[float]:
-        """The same, given that all before it are."""
-        return self._acceptance.rates(PRIOR_RATE)
 
     def pass_step(self, num_rows: int) -> None:
         """A step passes: its share is paid in."""
@@ -172,7 +164,7 @@ class DraftController:
         all_accepted = [float(num_rows)] * self._config.num_speculative_tokens
         _, gain = self.best(num_rows, all_accepted)
         self._wait -= 1
-        if gain < MIN_GAIN or self._wait > 0 or not self.has_credit:
+        if gain < START_GAIN or self._wait > 0 or not self.has_credit:
             return 0
         count = self._config.draft_counts[1]
         loss = self._lookup(num_rows, count) / self._plain(num_rows) - 1

@@ -8,44 +8,46 @@ step is longer for it.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from mini_infer.core.errors import ProposerError
 from mini_infer.core.request import Request
 from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, SpeculativeConfig
-from mini_infer.runtime.speculation.acceptance import Acceptance
 from mini_infer.runtime.speculation.controller import DraftController
+from mini_infer.runtime.speculation.draft_record import DraftRecord
 from mini_infer.runtime.speculation.proposer import Proposer
 
 START_GAIN = 1.05
 STAY_GAIN = 1.01
 """Predicted speed-up at which drafts are switched on, and below which off again."""
-MAX_TRIAL_INTERVAL = 16
-"""Tokens between trials of a request for which the proposer was wrong or had no idea."""
-OWN_WEIGHT = 4.0
-OWN_MEMORY = 16.0
-"""In verifications: how long all requests' acceptance counts for one's own, and how long that is
-remembered."""
-YIELD_MEMORY = 8.0
-"""In steps of all requests: how long it is remembered what proposals brought."""
+TRIED_ROWS = 8
+STRETCH = 32
+"""In the shadow, so many requests are tried at a time, and of more each in its turn, for so many
+tokens."""
+PATIENCE = 8
+MAX_PAUSE = 16
+"""Behind so many proposals that failed in succession, each further one is followed by a pause of a
+token; of two behind twice as many, and so on."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Row:
-    """One request: its last proposal, until it is known what came, and how such fared."""
+    """One request: its last proposal, until it is known what came, and how all of them fared."""
 
-    acceptance: Acceptance
+    record: DraftRecord
+    survival: list[float]
+    expected: list[float]
+    """Those of ``record``."""
     start: int = 0
     """Known tokens when the last proposal was made."""
     drafts: tuple[int, ...] = ()
     due: int = 0
-    """Known tokens at which it is to be looked at again."""
-    interval: int = 1
-    survival: list[float] = field(default_factory=list)
-    """Of each position, how likely a draft there is accepted."""
+    """Known tokens at which to make the next trial."""
+    num_failures: int = 0
+    """Proposals since one that was right at its first draft."""
 
 
 class HostDrafts:
@@ -62,11 +64,10 @@ class HostDrafts:
         self._proposer = proposer
         self._controller = controller
         self._rows: WeakKeyDictionary[Request, _Row] = WeakKeyDictionary()
-        self._yield = Acceptance(self._num_drafts, prior_weight=4.0)
-        """Of all proposals, also those that were empty: these count as wrong from the start."""
-        self._offers = Acceptance(1, prior_weight=4.0)
-        """Which proposals were not empty."""
+        self._everybody = DraftRecord(self._num_drafts)
+        """Of all requests: where a new one begins."""
         self._num_rows = 1
+        self._forecast = _Forecast(self._num_drafts)
         self._on = not self._adaptive
         self._failed = False
 
@@ -78,15 +79,11 @@ class HostDrafts:
             return False
         if self._adaptive:
             self._controller.pass_step(num_rows)
-            self._on = self._worth_it(num_rows)
+            expected, share = self._forecast.of_step(num_rows)
+            _, gain = self._controller.best(num_rows, expected, share)
+            needed = STAY_GAIN if self._on else START_GAIN
+            self._on = gain > needed and self._controller.has_credit
         return self._on
-
-    def _worth_it(self, num_rows: int) -> bool:
-        expected = [num_rows * share for share in self._yield.survival(0.0)]
-        (offered,) = self._offers.rates(0.0)
-        share = 1.0 - (1.0 - offered) ** num_rows  # of steps: where any request has drafts
-        _, gain = self._controller.best(num_rows, expected, share)
-        return self._controller.has_credit and gain > (STAY_GAIN if self._on else START_GAIN)
 
     def propose(self, requests: Sequence[Request], room: Sequence[int]) -> list[tuple[int, ...]]:
         """The drafts of each request's next step, at most ``room`` of each: as many as are worth
@@ -96,60 +93,42 @@ class HostDrafts:
             return [()] * len(requests)
         if not self._adaptive:
             return [drafts[:most] for drafts, most in zip(proposals, room, strict=True)]
-        for request, drafts in zip(requests, proposals, strict=True):
-            row = self._row(request)
+        rows = [self._row(request) for request in requests]
+        for row, request, drafts in zip(rows, requests, proposals, strict=True):
             self._begin(row, len(request.token_ids), drafts)
-            row.due = row.start + 1
-        return self._cut(requests, proposals, room)
-
-    def _cut(
-        self,
-        requests: Sequence[Request],
-        proposals: Sequence[tuple[int, ...]],
-        room: Sequence[int],
-    ) -> list[tuple[int, ...]]:
-        """Leaves out what is not worth its time: a draft of one request costs its share of what
-        drafts of all would, and brings a token with the probability that it is accepted."""
-        num_rows, controller = len(requests), self._controller
-        dearest = controller.relative_cost(num_rows)
-        expected = [0.0] * self._num_drafts
-        rates = controller.rates()
-        lengths = []
-        for request, drafts, most in zip(requests, proposals, room, strict=True):
-            row = self._rows[request]
-            if drafts and not row.survival:
-                row.survival = row.acceptance.survival(rates)
-            length = 0
-            for likelihood in row.survival[: min(len(drafts), most)]:
-                if likelihood < dearest:
-                    break
-                expected[length] += likelihood
-                length += 1
-            lengths.append(length)
-        count, _ = controller.best(num_rows, expected)
-        lengths = [min(length, count) for length in lengths]
-        controller.charge(num_rows, max(lengths, default=0))
+        lengths = self._lengths(rows, room)
+        self._controller.charge(len(rows), max(lengths, default=0))
         return [drafts[:length] for drafts, length in zip(proposals, lengths, strict=True)]
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, num_rows: int) -> None:
-        """A step verified drafts of ``request``, whose ``token_ids`` have what it brought."""
+        """A step of ``num_rows`` requests verified drafts of this one, whose ``token_ids`` have
+        what it brought."""
         if self._adaptive:
+            row = self._row(request)
+            self._settle(row, request.token_ids)
+            self._forecast.add(row)
             self._controller.earn(num_accepted)
-            self._settle(self._row(request), request.token_ids)
 
     def watch(self, request: Request) -> None:
-        """A step without drafts of ``request`` brought it a token: the shadow trial."""
+        """A step without drafts of ``request`` brought it a token. Time for a trial?"""
         if not self._adaptive or self._failed or self._num_rows > MAX_SPECULATING_ROWS:
             return
         row = self._row(request)
+        self._forecast.add(row)
         num_known = len(request.token_ids)
-        if num_known < row.due:
+        if row.drafts and num_known > row.start:
+            open_ended = not self._on and num_known < row.start + len(row.drafts)
+            if open_ended and row.drafts[num_known - row.start - 1] == request.token_ids[-1]:
+                return  # it may be right to its end
+            self._settle(row, request.token_ids)
+        if self._on or num_known < row.due:
             return
-        self._settle(row, request.token_ids)
-        if not self._on and num_known >= row.due:
-            proposals = self._ask([request])
-            if proposals is not None:
-                self._begin(row, num_known, proposals[0])
+        if (num_known // STRETCH + request.arrival) % max(1, self._num_rows // TRIED_ROWS):
+            row.due = num_known + STRETCH - num_known % STRETCH  # now it is other requests' turn
+            return
+        proposals = self._ask([request])
+        if proposals is not None:
+            self._begin(row, num_known, proposals[0])
 
     def _ask(self, requests: Sequence[Request]) -> list[tuple[int, ...]] | None:
         """A proposal for each; None where the proposer failed."""
@@ -161,51 +140,82 @@ class HostDrafts:
             return None
         return [tuple(drafts) for drafts in proposals]
 
+    def _lengths(self, rows: Sequence[_Row], room: Sequence[int]) -> list[int]:
+        """How many of each request's drafts to verify. One costs its share of what a step takes
+        longer if all have one, and brings a token with the likelihood of its acceptance."""
+        cost = self._controller.relative_cost(len(rows))
+        expected = [0.0] * self._num_drafts
+        lengths = []
+        for row, most in zip(rows, room, strict=True):
+            length = 0
+            for likelihood in row.survival[: min(len(row.drafts), most)]:
+                if likelihood < cost:
+                    break
+                expected[length] += likelihood
+                length += 1
+            lengths.append(length)
+        count, _ = self._controller.best(len(rows), expected)
+        return [min(length, count) for length in lengths]
+
     def _row(self, request: Request) -> _Row:
         row = self._rows.get(request)
         if row is None:
-            row = self._rows[request] = _Row(Acceptance(self._num_drafts, OWN_WEIGHT))
-            row.interval = self._num_drafts
+            record = DraftRecord(self._num_drafts, self._everybody)
+            row = self._rows[request] = _Row(record, record.survival(), record.expected())
         return row
 
     def _begin(self, row: _Row, num_known: int, drafts: tuple[int, ...]) -> None:
         """A proposal was made; if it is empty, that is all there is to know about it."""
         row.start, row.drafts = num_known, drafts
-        row.due = num_known + len(drafts)
         if not drafts:
-            self._learn(row, num_drafts=0, num_right=0)
+            self._learn(row, 0, 0, 0)
 
     def _settle(self, row: _Row, token_ids: list[int]) -> None:
         """Compares the last proposal with what came, as far as it is known."""
-        if not row.drafts:
-            return
-        came = token_ids[row.start : row.start + len(row.drafts)]
+        drafts, row.drafts = row.drafts, ()
+        came = token_ids[row.start : row.start + len(drafts)]
         num_right = 0
-        for draft, token_id in zip(row.drafts, came, strict=False):
+        for draft, token_id in zip(drafts, came, strict=False):
             if draft != token_id:
                 break
             num_right += 1
-        row.drafts = ()
-        row.acceptance.record(len(came), num_right, OWN_MEMORY)
-        row.survival = row.acceptance.survival(self._controller.rates())
-        self._controller.observe(len(came), num_right)
-        self._learn(row, len(came), num_right)
+        self._learn(row, len(drafts), len(came), num_right)
 
-    def _learn(self, row: _Row, num_drafts: int, num_right: int) -> None:
-        """Takes one proposal into the yield, and sets when the next trial is due.
+    def _learn(self, row: _Row, num_drafts: int, num_judged: int, num_right: int) -> None:
+        """Records what came of a proposal, and when the next trial is due.
 
-        With drafts on there would have been a proposal behind each wrong draft. A trial stands for
-        all those until the next trial: else long right ones, which take few steps, would make the
-        yield look better than it is.
+        Where no trial is made for a while, as many failed, the last one stands for all those that
+        would have failed.
         """
-        if num_right:
-            row.interval = self._num_drafts
-            gap = max(num_right + 1, num_drafts)
-        else:
-            gap = row.interval
-            row.interval = max(self._num_drafts, min(2 * gap, MAX_TRIAL_INTERVAL))
+        row.num_failures = 0 if num_right else row.num_failures + 1
+        gap = 1 + num_right + min(row.num_failures // PATIENCE, MAX_PAUSE)
         row.due = row.start + gap
-        weight = 1.0 if self._on else gap / (num_right + 1)
-        memory = YIELD_MEMORY * (2 + self._num_rows)
-        self._offers.record(1, num_drafts > 0, memory, weight)
-        self._yield.record(max(1, num_drafts), num_right, memory, weight)
+        weight = 1.0 if self._on or num_right else float(gap)
+        row.record.add(num_drafts, num_judged, num_right, weight)
+        row.survival, row.expected = row.record.survival(), row.record.expected()
+        everybody = 4.0 + self._num_rows
+        self._everybody.add(num_drafts, num_judged, num_right, weight, everybody)
+
+
+class _Forecast:
+    """What drafts would bring the next step, by the requests of the last one."""
+
+    def __init__(self, num_positions: int) -> None:
+        self._expected = [0.0] * num_positions
+        self._offered = 0.0
+        """Of a request: what ``_Row.expected`` and ``DraftRecord.offered`` are on average."""
+        self._rows: list[_Row] = []
+
+    def add(self, row: _Row) -> None:
+        self._rows.append(row)
+
+    def of_step(self, num_rows: int) -> tuple[list[float], float]:
+        """Of each position, how many drafts of so many requests would be accepted there; and how
+        likely any request has one."""
+        if self._rows:
+            count = len(self._rows)
+            columns = zip(*(row.expected for row in self._rows), strict=True)
+            self._expected = [sum(column) / count for column in columns]
+            self._offered = sum(row.record.offered for row in self._rows) / count
+            self._rows.clear()
+        return [num_rows * share for share in self._expected], 1 - (1 - self._offered) ** num_rows
