@@ -95,9 +95,9 @@ def test_a_batch_that_mostly_has_no_drafts_stays_plain() -> None:
 def test_only_drafts_of_requests_for_which_they_are_right_are_verified() -> None:
     run = run_oracle(GoodForOdd(), num_rows=8, host_seconds=0.05)
     assert run.speedup > 1.2  # the good ones end early
-    requests = [make_request([1], 40, str(row)) for row in range(2)]
+    requests = [make_request([1], 99, str(row)) for row in range(2)]
     oracle = GoodForOdd()
-    oracle.answers = {str(row): [5] * 40 for row in range(2)}
+    oracle.answers = {str(row): [5] * 99 for row in range(2)}
     ours = HostRun(oracle, CONFIG, make_costs(verify=0.25), host_seconds=0.0)
     lengths = []
     for _ in range(12):
