@@ -86,8 +86,10 @@ class HostDrafts:
         return self._on
 
     def propose(self, requests: Sequence[Request], room: Sequence[int]) -> list[tuple[int, ...]]:
-        """The drafts of each request's next step, at most ``room`` of each: as many as are worth
-        their time, by what was accepted of its own and of everybody's."""
+        """The drafts of each request's next step, at most ``room`` of each (none where that is
+        below 0): as many as are worth their time, by what was accepted of its own and of
+        everybody's."""
+        room = [max(0, most) for most in room]
         proposals = self._ask(requests)
         if proposals is None:
             return [()] * len(requests)

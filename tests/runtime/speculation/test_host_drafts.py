@@ -144,6 +144,7 @@ def test_room_is_kept_to() -> None:
         drafts = HostDrafts(config, oracle, DraftController(config, costs))
         requests = [make_request([1], name=name) for name in "abc"]
         assert list(map(len, drafts.propose(requests, [0, 2, 9]))) == [0, 2, 4]
+        assert drafts.propose(requests, [-1, 0, -5]) == [(), (), ()]
 
 
 def test_what_is_not_adaptive_is_always_on_up_to_the_most_rows() -> None:
