@@ -20,6 +20,8 @@ BENCHMARKS = (
     "dtype_agreement",
     "host_overhead",
     "structured_output",
+    "speculative",
+    "speculative_batches",
     "vs_huggingface",
     "serving_load",
     "serving_overhead",
@@ -33,6 +35,7 @@ GPU_BENCHMARKS = (
     "gpu_throughput",
     "gpu_memory",
     "cuda_graphs",
+    "speculative_forced",
     "startup_gpu",
 )
 """Not in the suite, which runs anywhere: each takes minutes of a GPU."""

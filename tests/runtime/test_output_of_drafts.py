@@ -62,14 +62,14 @@ CASES: list[tuple[list[int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("tokens", "params"), CASES)
 @pytest.mark.parametrize("size", range(2, 7))
-def test_known_faults(tokens: list[int], params: dict[str, Any], size: int) -> None:
+def test_regression_09_known_faults_in_any_split(tokens: list[int], params: dict[str, Any], size: int) -> None:
     params = {"logprobs": 1, **params}
     assert run(tokens, [size], params)[0].output == run(tokens, [1], params)[0].output
 
 
 @given(TOKENS, SIZES, PARAMS)
 @example(list(b"abc"), [3], {"stop": ["b"], "stop_token_ids": [ord("c")], "logprobs": 0})
-def test_any_split_gives_the_same_output(
+def test_regression_09_any_split_gives_the_same_output(
     tokens: list[int], sizes: list[int], params: dict[str, Any]
 ) -> None:
     drafted, told = run(tokens, sizes, params)

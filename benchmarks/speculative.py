@@ -1,0 +1,185 @@
+"""Speculative decoding by kind of prompt: acceptance and speed-up over plain decoding.
+
+Asks prompts one at a time, each of every engine in turn, and compares the answers.
+
+    mini-infer bench speculative --prompts spec_bench.jsonl --methods ngram early_exit
+"""
+
+import argparse
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from harness import Bar, Report, Value, describe, make_parser, parse, positive, run
+from speculation import (
+    PLAIN,
+    Conversation,
+    Tally,
+    add_counts,
+    add_methods,
+    add_prompts,
+    open_engines,
+    read_conversations,
+    rotated,
+    source_of,
+    speculation_of,
+)
+
+from mini_infer import LLM, SamplingParams
+from mini_infer.core.outputs import RequestOutput
+
+ALL = "all"
+ACCEPTANCE_BAR = 60.0
+SPEEDUP_BAR = 1.5
+NEVER_SLOWER_BAR = 0.98
+Tallies = dict[tuple[str, str], Tally]
+"""By engine and category."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__, repeats=1)
+    add_methods(parser)
+    add_prompts(parser)
+    parser.add_argument("--limit", type=positive, help="prompts of a category; by default all")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--max-model-len", type=positive, default=4096)
+    arguments = parse(parser, argv, limit=1, max_tokens=8)
+    conversations = read_conversations(arguments.prompts, arguments.limit)
+    speculations = {method: speculation_of(arguments, method) for method in arguments.methods}
+    names = [PLAIN, *speculations]
+    tallies: Tallies = defaultdict(Tally)
+    same: Counter[str] = Counter()
+    num_answers = 0
+    report = Report("speculative", "drafts of real answers, batch 1", {})
+    with open_engines(
+        arguments,
+        {PLAIN: None, **speculations},
+        max_model_len=arguments.max_model_len,
+        num_kv_blocks=arguments.max_model_len // 16 + 8,
+        max_num_seqs=1,
+    ) as engines:
+        report.setup = describe(
+            arguments,
+            engines[PLAIN].engine.config,
+            cache="on; a conversation's next turn finds the one before",
+            prompts=f"{len(conversations)}, {source_of(arguments)}",
+            max_tokens=arguments.max_tokens,
+            temperatures=" and ".join(f"{value:g}" for value in arguments.temperatures),
+            most_drafts=arguments.num_drafts,
+        )
+        _warm_up(engines)
+        rounds = [
+            (conversation, temperature)
+            for _ in range(arguments.repeats)
+            for temperature in arguments.temperatures
+            for conversation in conversations
+        ]
+        for turn, (conversation, temperature) in enumerate(rounds):
+            row = conversation.category
+            if len(arguments.temperatures) > 1:
+                row += f", temperature {temperature:g}"
+            params = SamplingParams(
+                temperature=temperature, max_tokens=arguments.max_tokens, seed=turn
+            )
+            for answers in _talk(engines, rotated(names, turn), conversation, params):
+                num_answers += 1
+                for name, (output, seconds) in answers.items():
+                    tallies[name, row].add(output, seconds)
+                    same[name] += _ids(output) == _ids(answers[PLAIN][0])
+    _fill(report, arguments, names, tallies)
+    for method in arguments.methods:
+        report.bars.append(
+            Bar(f"{method}: answers identical to plain %", 100 * same[method] / num_answers, 100)
+        )
+    report.finish(arguments.output)
+
+
+def _talk(
+    engines: dict[str, LLM],
+    order: Sequence[str],
+    conversation: Conversation,
+    params: SamplingParams,
+) -> list[dict[str, tuple[RequestOutput, float]]]:
+    """Each turn's answers and seconds, by engine; all go on from plain decoding's answer."""
+    messages: list[dict[str, str]] = []
+    answers = []
+    for text in conversation.turns:
+        messages.append({"role": "user", "content": text})
+        found = {}
+        for name in order:
+            started = time.perf_counter()
+            [output] = engines[name].chat(messages, params, use_tqdm=False)
+            found[name] = output, time.perf_counter() - started
+        answers.append(found)
+        messages.append({"role": "assistant", "content": found[PLAIN][0].outputs[0].text})
+    return answers
+
+
+def _ids(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def _warm_up(engines: dict[str, LLM]) -> None:
+    """First calls allocate and tune what later ones reuse."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    for llm in engines.values():
+        llm.chat([{"role": "user", "content": "Count to ten."}], params, use_tqdm=False)
+        llm.engine.reset_prefix_cache()
+
+
+def _fill(
+    report: Report, arguments: argparse.Namespace, names: Sequence[str], tallies: Tallies
+) -> None:
+    rows = list(dict.fromkeys(row for _, row in tallies))
+    for name in names:
+        total = Tally()
+        for row in rows:
+            one = tallies[name, row]
+            for field in ("seconds", "num_tokens", "decode_seconds", "num_decoded"):
+                setattr(total, field, getattr(total, field) + getattr(one, field))
+            add_counts(total.drafts, one.drafts)
+        tallies[name, ALL] = total
+    slowest: dict[str, float] = {}
+    for row in [*rows, ALL]:
+        plain = tallies[PLAIN, row]
+        shown: dict[str, Value] = {"prompts": row, "plain tok/s": plain.decoded_per_second}
+        for method in arguments.methods:
+            tally = tallies[method, row]
+            gain = _ratio(tally.decoded_per_second, plain.decoded_per_second)
+            rate = tally.drafts.acceptance_rate
+            shown[f"{method}: accepted %"] = None if rate is None else 100 * rate
+            shown[f"{method}: length"] = tally.drafts.mean_accepted_length
+            shown[f"{method}: speed-up"] = gain
+            shown[f"{method}: with prompt"] = tally.tokens_per_second / plain.tokens_per_second
+            if gain is not None and row != ALL:
+                slowest[method] = min(gain, slowest.get(method, gain))
+        report.rows.append(shown)
+    report.notes += [
+        "tok/s and speed-up are of decoding: tokens after the first, and the time from it to the "
+        "last; with prompt: from request to answer",
+        "length: tokens of a verification, its own one included; steps without drafts do not count",
+    ]
+    on_gpu = report.setup["machine"].get("gpu") is not None
+    for method in arguments.methods:
+        total = tallies[method, ALL]
+        gain = _ratio(total.decoded_per_second, tallies[PLAIN, ALL].decoded_per_second)
+        if method == "head":
+            rate = total.drafts.acceptance_rate
+            value = None if rate is None else 100 * rate
+            report.bars.append(Bar("head: accepted %", value, ACCEPTANCE_BAR))
+            if on_gpu:
+                report.bars.append(Bar("head: speed-up", gain, SPEEDUP_BAR))
+        report.bars.append(
+            Bar(f"{method}: speed-up of the slowest kind", slowest.get(method), NEVER_SLOWER_BAR)
+        )
+    report.samples = {f"{name}, {row}": asdict(tally) for (name, row), tally in tallies.items()}
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return None if value is None or not other else value / other
+
+
+if __name__ == "__main__":
+    run(main)
