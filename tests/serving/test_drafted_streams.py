@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from mini_infer.serving.chat import ChatChunks, chat_prompt
 from mini_infer.serving.completions import CompletionFormat
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest
 from tests.runtime.output_bench import EOS, PROMPT, TOKENIZER, Bench
+from tests.serving.live import COMPLETIONS, LiveServer, live_server
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 STOPS = st.lists(st.sampled_from(["b\n", "\xe9", "aa", "</think>a"]), max_size=2)
@@ -97,3 +99,36 @@ def test_streams_of_drafts(text: str, sizes: list[int], stops: list[str], max_to
         assert told["usage"]["completion_tokens"] == len(token_ids)
         logprobs = "tokens" if make is completion_chunks else "content"
         assert len(told["logprobs " + logprobs]) >= len(token_ids)
+
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
+
+
+@pytest.mark.parametrize("stop", [None, "st", ["e t", "."]])
+def test_a_server_that_drafts_answers_as_one_that_does_not(stop: Any) -> None:
+    fields = {"max_tokens": 60, "logprobs": 2, "n": 2, "seed": 3, "stop": stop}
+    with live_server() as plain, live_server(speculative_config=SPECULATION) as drafting:
+
+        def answers(server: LiveServer) -> list[Any]:
+            whole = server.complete("So so", **fields).json()
+            events = server.stream(COMPLETIONS, prompt="So so", stream_options=USAGE, **fields)
+            streamed = [
+                assembled(
+                    f"data: {json.dumps(event)}"
+                    for event in events
+                    if event["choices"] and event["choices"][0]["index"] == index
+                )
+                for index in range(2)
+            ]
+            return [whole["choices"], whole["usage"], streamed, events[-1]["usage"]["total_tokens"]]
+
+        assert answers(drafting) == answers(plain)
+        drafting.wait_until_idle()
+        text = drafting.client.get("/metrics").text
+        [accepted] = [
+            line
+            for line in text.splitlines()
+            if line.startswith("vllm:spec_decode_num_accepted_tokens_total")
+        ]
+        assert float(accepted.split()[-1]) > 0
+        assert "spec_decode" not in plain.client.get("/metrics").text
