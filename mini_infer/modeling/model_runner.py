@@ -48,9 +48,9 @@ class ModelRunner:
         self.caches: list[KVCache] = []
         self._files = files
         self._sampler = Sampler()
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._draft_model: CausalLM | None = None
-        self._proposer: DeviceProposer | None = None
+        self.proposer: DeviceProposer | None = None
         self._speculative: SpeculativeSteps | None = None
 
     def load(self) -> None:
@@ -78,23 +78,23 @@ class ModelRunner:
             self.state.set_null_block(num_blocks)
         if config.speculates_on_device:
             target = config, self.model, self.caches, self.state
-            self._proposer = load_device_proposer(*target, self._draft_model)
+            self.proposer = load_device_proposer(*target, self._draft_model)
         if config.speculative_config is not None:
-            self._speculative = SpeculativeSteps(config, self.state, self._sampler, self._proposer)
+            self._speculative = SpeculativeSteps(config, self.state, self._sampler, self.proposer)
 
     def capture_graphs(self) -> None:
         """Records decodes of all batch sizes, small steps with chunks, and steps with drafts; needs
         ``init_cache``."""
         if self.has_graphs:
-            self._graphs = self.new_graphs()
-            self._graphs.capture()
+            self.graphs = self.new_graphs()
+            self.graphs.capture()
             if self._speculative is not None:
-                self._speculative.graphs = self._graphs.proposals
+                self._speculative.graphs = self.graphs.proposals
 
     def new_graphs(self) -> StepGraphs:
         """Graphs over the model and cache that are there, not yet recorded."""
         target = self.config, self.model, self.caches, self.state
-        return StepGraphs.over(*target, self.dtype, self._proposer)
+        return StepGraphs.over(*target, self.dtype, self.proposer)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
@@ -106,14 +106,14 @@ class ModelRunner:
         """
         with step_range(batch), device_failures():
             self.state.take_in(batch)
-            if isinstance(self._proposer, FollowingProposer):
-                self._proposer.follow(batch)
+            if isinstance(self.proposer, FollowingProposer):
+                self.proposer.follow(batch)
             layout = StepLayout.of(batch)
             if layout.speculates:
                 return self._speculative_step(batch, layout)
-            if self._graphs is not None and layout.is_decode:
+            if self.graphs is not None and layout.is_decode:
                 self.state.sampling.admit(batch.admissions)
-                return self._sampled_step(batch, layout, *self._graphs.decodes.run(layout))
+                return self._sampled_step(batch, layout, *self.graphs.decodes.run(layout))
             x, prompt_rows = self._layers(batch, layout)
             self.state.sampling.admit(batch.admissions)  # while a device computes the layers
             if not layout.sampled:
@@ -143,8 +143,8 @@ class ModelRunner:
         anybody asked."""
         state = self.state
         wants_prompts = state.any_prompt_logprobs(batch)
-        if self._graphs is not None and not wants_prompts:
-            graphs = self._graphs.verifications
+        if self.graphs is not None and not wants_prompts:
+            graphs = self.graphs.verifications
             if (shape := graphs.shape_for(layout)) is not None:
                 state.sampling.admit(batch.admissions)
                 return graphs.run(shape, layout), []
@@ -164,12 +164,12 @@ class ModelRunner:
     def release(self) -> None:
         """Frees weights, cache and graphs, once the steps in flight are over: they write into the
         host's memory, too."""
-        if self._graphs is not None:
+        if self.graphs is not None:
             with suppress(torch.AcceleratorError):  # a device that failed runs nothing any more
                 torch.cuda.synchronize()
-        self._graphs = None
+        self.graphs = None
         self.caches = []
-        self._draft_model = self._proposer = self._speculative = None
+        self._draft_model = self.proposer = self._speculative = None
         self.__dict__.pop("model", None)
 
     @property
@@ -193,7 +193,7 @@ class ModelRunner:
                 batch, layout.first_rows, x, self.model.compute_logits, self.state
             )
             return x.index_select(0, to_device(layout.last_tokens, self.device)), rows
-        if self._graphs is not None and (last := self._graphs.chunks.run(layout)) is not None:
+        if self.graphs is not None and (last := self.graphs.chunks.run(layout)) is not None:
             return last, []
         inputs = self.state.lay_out(layout)
         wanted = inputs.meta.last_tokens() if layout.num_tokens > layout.num_rows else None
@@ -208,8 +208,8 @@ class ModelRunner:
     def _head(self, x: Tensor, layout: StepLayout) -> tuple[Tensor | None, Tensor]:
         """Of the sampled chunks, whose last tokens are among ``x [R, hidden]``: what a graph drew,
         if there is one, and the logits ``[S, V]``."""
-        if self._graphs is not None:
-            return self._graphs.ends.run(x, layout)
+        if self.graphs is not None:
+            return self.graphs.ends.run(x, layout)
         if len(layout.sampled) < layout.num_rows:
             rows = np.array(layout.sampled, dtype=np.int64)
             x = x.index_select(0, to_device(rows, self.device))

@@ -9,6 +9,7 @@ from mini_infer.core.step_costs import StepCosts
 from mini_infer.modeling.kernel_warm_up import compile_kernels
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
+from mini_infer.modeling.step_cost_profile import measure_step_costs
 from mini_infer.runtime.executor import StepHandle
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class LocalExecutor:
 
     def step_costs(self) -> StepCosts | None:
         """See ``Executor.step_costs``."""
-        return None
+        return measure_step_costs(self._runner)
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         return self._runner.execute(batch)
