@@ -17,7 +17,7 @@ from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import ops
-from mini_infer.modeling.memory_profile import largest_step, step_of_prompts
+from mini_infer.modeling.memory_profile import largest_steps, step_of_prompts
 from mini_infer.modeling.step_result import MaskedStep
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _rehearse_launched(runner: ModelRunner) -> None:
     longest = min(config.max_step_tokens, config.max_model_len - 1)
     middle = sorted({min(length, longest) for length in MIDDLE_PROMPTS})
     for batch in (
-        largest_step(config),
+        *largest_steps(config),
         *(step_of_prompts(config, [length], SamplingParams()) for length in middle),
         *(small_step(config, lengths) for lengths in SMALL_STEPS),
     ):

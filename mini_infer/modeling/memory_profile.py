@@ -1,13 +1,14 @@
 """How many KV blocks fit beside everything else that a GPU has to hold: measured, not guessed.
 
-The largest step that the scheduler can ask for runs once, through the same code as any other, and
-two graphs are recorded; what they took is left free. vLLM sizes its cache the same way.
+The largest steps that the scheduler can ask for run once, through the same code as any other, and a
+few graphs are recorded; what they took is left free. vLLM sizes its cache the same way.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, SpeculativeConfig
 from mini_infer.modeling.kv_memory import bytes_per_block
 
 if TYPE_CHECKING:
@@ -114,8 +116,16 @@ class _MemoryTaken:
 def _step_bytes(runner: ModelRunner) -> int:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    runner.execute(largest_step(runner.config)).result()
+    for batch in largest_steps(runner.config):
+        runner.execute(batch).result()
     return torch.cuda.max_memory_reserved() - before
+
+
+def largest_steps(config: EngineConfig) -> Iterator[ScheduledBatch]:
+    """Whatever a step holds, one of these holds as much of it."""
+    yield largest_step(config)
+    if config.speculative_config is not None:
+        yield from largest_verification(config, config.speculative_config)
 
 
 def largest_step(config: EngineConfig) -> ScheduledBatch:
@@ -127,6 +137,31 @@ def largest_step(config: EngineConfig) -> ScheduledBatch:
     lengths = [longest] + [length] * (num_rows - 1)
     starts = [config.max_model_len - 1 - length for length in lengths]
     return step_of_prompts(config, lengths, DEMANDING, starts, stop_token_ids=(0,))
+
+
+def largest_verification(
+    config: EngineConfig, speculation: SpeculativeConfig
+) -> Iterator[ScheduledBatch]:
+    """As many rows and drafts as a step can verify, if it can any: a row of logits for each."""
+    num_rows = min(MAX_SPECULATING_ROWS, config.max_num_seqs, config.max_step_tokens // 2)
+    if not num_rows:
+        return
+    most = config.max_step_tokens // num_rows - 1
+    num_drafts = min(speculation.num_speculative_tokens, most)
+    lengths, starts = [1 + num_drafts] * num_rows, [config.max_model_len - 2] * num_rows
+    batch = step_of_prompts(config, lengths, DEMANDING, starts, stop_token_ids=(0,))
+    drafts = (0,) * num_drafts
+    yield replace(
+        batch,
+        chunks=tuple(
+            chunk._replace(
+                num_drafts=num_drafts,
+                draft_token_ids=drafts,
+                num_proposed=num_drafts if speculation.on_device else 0,
+            )
+            for chunk in batch.chunks
+        ),
+    )
 
 
 def step_of_prompts(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS
+from mini_infer.core.speculative_config import MAX_DRAFTS, MAX_SPECULATING_ROWS
 from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.attention import KVCache
@@ -119,6 +119,7 @@ class ShapedGraphs(ABC):
     ) -> None:
         """``surplus`` are the integers of a row that is nobody's."""
         self.shapes = shapes
+        self._most_rehearsed = MAX_DRAFTS
         self._surplus, self._pool = surplus, pool
         most_rows = max((num_rows for num_rows, _ in shapes), default=0)
         self._inputs = torch.zeros(len(surplus) * most_rows, dtype=torch.int64, device=device)
@@ -134,10 +135,12 @@ class ShapedGraphs(ABC):
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Launches the step of every shape once, for nobody, and records nothing."""
+        """Launches the steps of all shapes that launch kernels of their own once, for nobody, and
+        records nothing."""
         for shape in self.shapes:
-            self._write(shape)
-            self._step(shape)
+            if shape[1] <= self._most_rehearsed:
+                self._write(shape)
+                self._step(shape)
 
     def replay(self, shape: Shape, *columns: list[int]) -> None:
         """Replays a step of rows with these integers; the other rows are nobody's."""
@@ -269,6 +272,7 @@ class ProposeGraphs(ShapedGraphs):
         counts: tuple[int, ...] = () if speculation is None else speculation.draft_counts
         shapes = shapes_of(config, counts if proposer is not None else counts[:1])
         super().__init__(shapes, (state.null_slot, 0, sampled.nobodys), state.device, pool)
+        self._most_rehearsed = 2  # what proposes a third draft proposed the second
         self._state, self._proposer, self.sampled = state, proposer, sampled
         size = max(row_sizes(config), default=0), max(counts, default=0)
         self._num_accepted = torch.zeros(size[0], dtype=torch.int64, device=state.device)

@@ -7,12 +7,24 @@ from typing import Any
 import pytest
 
 from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.kernel_warm_up import SMALL_STEPS, compile_kernels, rehearse, small_step
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.step_result import LocalStep, MaskedStep
+from tests.modeling.graphs_on_cpu import replay_graphs
 from tests.runtime.fake_executor import TINY_MODEL, make_config
 
+SPECULATIONS = [
+    SpeculativeConfig(
+        method="tests.modeling.half_right:HalfRight",
+        num_speculative_tokens=3,
+        num_layers=2,
+        on_device=True,
+    ),
+    SpeculativeConfig(method="ngram", num_speculative_tokens=3),
+]
 LIMITS: list[dict[str, Any]] = [
     {},
     {"max_num_seqs": 1},
@@ -36,10 +48,20 @@ def test_a_small_step_keeps_to_the_limits(limits: dict[str, Any], lengths: tuple
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_rehearsed_steps_run(limits: dict[str, Any]) -> None:
-    runner = loaded(**limits)
+@pytest.mark.parametrize("speculation", [None, *SPECULATIONS], ids=["plain", "device", "host"])
+def test_rehearsed_steps_run(speculation: SpeculativeConfig | None, limits: dict[str, Any]) -> None:
+    runner = loaded(speculative_config=speculation, **limits)
     rehearse(runner)
     assert not runner.caches
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS, ids=["device", "host"])
+def test_steps_of_graphs_are_rehearsed(
+    monkeypatch: pytest.MonkeyPatch, speculation: SpeculativeConfig
+) -> None:
+    replay_graphs(monkeypatch)
+    monkeypatch.setattr(ChunkGraphs, "rehearse", lambda graphs: None)  # rows of no token
+    rehearse(loaded(speculative_config=speculation))
 
 
 def test_of_layers_that_launch_the_same_one_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

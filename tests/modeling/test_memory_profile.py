@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from mini_infer.core.errors import OutOfMemoryError
+from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.modeling import memory_profile
 from mini_infer.modeling.kv_memory import bytes_per_block
-from mini_infer.modeling.memory_profile import SLACK, largest_step, num_blocks_beside_steps
+from mini_infer.modeling.memory_profile import (
+    SLACK,
+    largest_step,
+    largest_steps,
+    num_blocks_beside_steps,
+)
 from mini_infer.modeling.step_graphs import StepGraphs
 from tests.modeling.test_kernel_warm_up import LIMITS, loaded
 from tests.runtime.fake_executor import make_config
@@ -29,6 +35,24 @@ def test_the_largest_step_has_all_rows_and_tokens_that_there_can_be(limits: dict
     for chunk in batch.chunks:
         assert chunk.num_computed_tokens + chunk.num_new_tokens == config.max_model_len - 1
         assert len(chunk.new_block_ids) == -(-chunk.num_new_tokens // config.block_size)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_the_largest_verification_has_all_rows_and_drafts(limits: dict[str, Any]) -> None:
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+    config = make_config(**limits, speculative_config=speculation)
+    steps = list(largest_steps(config))
+    assert steps[0] == largest_step(config)
+    for batch in steps[1:]:
+        most = config.max_step_tokens
+        assert len(batch.chunks) == min(64, config.max_num_seqs, most // 2)
+        for chunk in batch.chunks:
+            assert 1 <= chunk.num_drafts <= 5
+            assert chunk.num_new_tokens == 1 + chunk.num_drafts
+            assert chunk.num_computed_tokens == config.max_model_len - 2
+        assert batch.num_tokens <= most
+        assert batch.num_tokens + len(batch.chunks) > most or chunk.num_drafts == 5
+    assert len(steps) == 1 + (config.max_step_tokens > 1)
 
 
 def blocks_of(monkeypatch: pytest.MonkeyPatch, total: int, **options: Any) -> int:
