@@ -1,6 +1,8 @@
 """The KV cache is refused where it does not fit, before the system kills the process."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.core.kv_layout import KVLayout
+from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.kv_memory import allocate_kv_cache, bytes_per_block, num_blocks_that_fit
 from tests.runtime.fake_executor import make_config
@@ -37,6 +40,22 @@ def test_memory_for_less_than_a_block() -> None:
     one_short = make_config(block_size=4, num_kv_blocks=None, kv_cache_memory=size - 1)
     with pytest.raises(OutOfMemoryError, match=f"one takes {size} bytes"):
         num_blocks_that_fit(one_short, LAYOUT, torch.float32)
+
+
+def test_a_draft_model_has_a_share_of_each_block() -> None:
+    """Its keys and values are in the same blocks, so both have as many."""
+    draft = replace(make_config().model_config, num_layers=5, num_kv_heads=1, head_dim=6)
+    options: dict[str, Any] = {"num_kv_blocks": None, "block_size": 4}
+    plain = make_config(**options)
+    own = bytes_per_block(plain, LAYOUT, torch.float32)
+    both = own + 4 * 5 * KVLayout(num_kv_heads=1, head_dim=6).bytes_per_token(4)
+    speculation = SpeculativeConfig(
+        method="draft_model", model="x", model_config=draft, on_device=True
+    )
+    options |= {"speculative_config": speculation, "kv_cache_memory": 3 * both}
+    config = make_config(**options)
+    assert bytes_per_block(config, LAYOUT, torch.float32) == both
+    assert num_blocks_that_fit(config, LAYOUT, torch.float32) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from mini_infer.core.batch import Chunk, ScheduledBatch
 
+PLAIN_STEPS = 8
+"""After so many steps without proposals drafts are off. Fewer come of requests near their ends."""
+
 
 class Gap(NamedTuple):
     """``length`` tokens of a request from ``start`` on, to be computed before it can draft."""
@@ -40,7 +43,7 @@ class DraftProgress:
         self._is_seen = bytearray(num_blocks)
         self._in_step: set[int] = set()
         """Slots whose last step ended with proposals, all before it seen: nothing is missed."""
-        self._is_on = True
+        self._num_plain_steps = 0
 
     def follow(self, batch: ScheduledBatch) -> list[Gap]:
         """Takes in a step. Returns what has to be computed before its proposals.
@@ -49,11 +52,12 @@ class DraftProgress:
         prompts are followed chunk by chunk.
         """
         self._take_in(batch)
-        if any(chunk.samples for chunk in batch.chunks):
-            self._is_on = any(chunk.num_proposed for chunk in batch.chunks)
-        if not self._is_on:
-            if self._in_step:
-                self._in_step.clear()
+        if any(chunk.num_proposed for chunk in batch.chunks):
+            self._num_plain_steps = 0
+        elif any(chunk.samples for chunk in batch.chunks):
+            self._num_plain_steps += 1
+        if self._num_plain_steps >= PLAIN_STEPS:
+            self._in_step.clear()
             return []
         gaps: list[Gap] = []
         budget = self._most_at_once

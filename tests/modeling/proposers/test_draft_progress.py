@@ -7,7 +7,7 @@ import pytest
 
 from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.modeling.proposers.draft_progress import DraftProgress, Gap
+from mini_infer.modeling.proposers.draft_progress import PLAIN_STEPS, DraftProgress, Gap
 
 SIZE = 4
 """Tokens of a block."""
@@ -63,12 +63,22 @@ def test_nothing_is_computed_while_drafts_are_off() -> None:
     seen = progress()
     whole = step(chunk(0, 0, 9, blocks=range(8)), admissions=[admission(0)])
     assert seen.follow(whole) == []
-    assert seen.follow(step(chunk(0, 9, 1))) == []
+    for index in range(PLAIN_STEPS):
+        assert seen.follow(step(chunk(0, 9 + index, 1))) == []
     other = chunk(1, 0, 4, blocks=[9], samples=False)
     assert seen.follow(step(other, admissions=[admission(1)])) == []
     # Then all that was missed, of whoever drafts or is still a prompt.
-    on = step(chunk(0, 10, 1, proposed=2), chunk(1, 4, 4, blocks=[10], samples=False))
-    assert seen.follow(on) == [Gap(0, 0, 10), Gap(1, 0, 8)]
+    start = 9 + PLAIN_STEPS
+    on = step(chunk(0, start, 1, proposed=2), chunk(1, 4, 4, blocks=[10], samples=False))
+    assert seen.follow(on) == [Gap(0, 0, start), Gap(1, 0, 8)]
+
+
+def test_a_request_at_its_end_does_not_switch_them_off() -> None:
+    seen = progress()
+    seen.follow(step(chunk(0, 0, 8, blocks=range(8), proposed=3), admissions=[admission(0)]))
+    seen.follow(step(chunk(0, 8, 4, drafts=3)))
+    prompt = step(chunk(1, 0, 8, blocks=[9, 10], samples=False), admissions=[admission(1)])
+    assert seen.follow(prompt) == [Gap(1, 0, 8)]
 
 
 def test_a_request_that_goes_on_alone_is_caught_up() -> None:
