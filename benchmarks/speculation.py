@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +73,11 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-model", help="as for mini-infer serve --model, for draft_model")
     parser.add_argument("--exit-layers", type=positive, help="of early_exit; by default a third")
     parser.add_argument("--num-drafts", type=positive, default=4, help="most drafts of a step")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="instead of the wall's: on a CPU that others use, too, with --threads 1",
+    )
 
 
 def speculation_of(arguments: argparse.Namespace, method: str, **more: Any) -> dict[str, Any]:
@@ -92,14 +97,39 @@ def open_engines(
     speculations: Mapping[str, dict[str, Any] | None],
     **options: Any,
 ) -> Iterator[dict[str, LLM]]:
-    """An engine for each, by name, all at once: so their runs can alternate."""
+    """An engine for each, by name, all at once: so their runs can alternate.
+
+    Their events are stamped by ``clock_of(arguments)``.
+
+    Raises:
+        InvalidConfigError: time of one processor is asked for where more of them compute.
+    """
+    if arguments.processor_time and arguments.threads > 1:
+        raise InvalidConfigError("--processor-time needs --threads 1: it adds up all threads")
     with ExitStack() as stack:
-        yield {
+        engines = {
             name: stack.enter_context(
                 open_engine(arguments, traced=False, speculative_config=speculation, **options)
             )
             for name, speculation in speculations.items()
         }
+        for llm in engines.values():
+            if arguments.processor_time and llm.engine.config.device != "cpu":
+                raise InvalidConfigError("--processor-time is for a CPU, with --device cpu")
+            llm.engine.events.now = clock_of(arguments)
+        yield engines
+
+
+def clock_of(arguments: argparse.Namespace) -> Callable[[], float]:
+    """The clock that measures, in seconds."""
+    return time.process_time if arguments.processor_time else time.monotonic
+
+
+def note_of_clock(arguments: argparse.Namespace) -> list[str]:
+    """What a report has to say about its clock."""
+    if not arguments.processor_time:
+        return []
+    return ["times are the seconds that this process had of its processor: others used it, too"]
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -188,9 +218,10 @@ def answer_all(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> Tally:
     """Answers prompts that start together; ``seconds`` is until all are answered."""
-    started = time.perf_counter()
+    now = llm.engine.events.now
+    started = now()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    took = time.perf_counter() - started
+    took = now() - started
     tally = Tally()
     for output in outputs:
         tally.add(output, 0.0)

@@ -6,7 +6,6 @@ Asks prompts one at a time, each of every engine in turn, and compares the answe
 """
 
 import argparse
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from speculation import (
     add_counts,
     add_methods,
     add_prompts,
+    note_of_clock,
     open_engines,
     read_conversations,
     rotated,
@@ -109,9 +109,10 @@ def _talk(
         messages.append({"role": "user", "content": text})
         found = {}
         for name in order:
-            started = time.perf_counter()
+            now = engines[name].engine.events.now
+            started = now()
             [output] = engines[name].chat(messages, params, use_tqdm=False)
-            found[name] = output, time.perf_counter() - started
+            found[name] = output, now() - started
         answers.append(found)
         messages.append({"role": "assistant", "content": found[PLAIN][0].outputs[0].text})
     return answers
@@ -160,6 +161,7 @@ def _fill(
         "tok/s and speed-up are of decoding: tokens after the first, and the time from it to the "
         "last; with prompt: from request to answer",
         "length: tokens of a verification, its own one included; steps without drafts do not count",
+        *note_of_clock(arguments),
     ]
     on_gpu = report.setup["machine"].get("gpu") is not None
     for method in arguments.methods:

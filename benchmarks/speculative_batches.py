@@ -17,6 +17,7 @@ from speculation import (
     add_methods,
     add_prompts,
     answer_all,
+    note_of_clock,
     open_engines,
     read_conversations,
     rotated,
@@ -154,10 +155,11 @@ def _fill(
             report.bars.append(
                 Bar(f"{name}: speed-up at the worst batch", min(gains[name]), NEVER_SLOWER_BAR)
             )
-    report.notes.append(
+    report.notes += [
         "speed-up: of a request's mean time from its first token to its last; of all: of the time "
-        "until all requests are answered; each is a median of ratios to the plain run beside it"
-    )
+        "until all requests are answered; each is a median of ratios to the plain run beside it",
+        *note_of_clock(arguments),
+    ]
     report.samples = {
         f"{name}, {batch}": [item.decode_seconds for item in taken]
         for (name, batch), taken in runs.items()

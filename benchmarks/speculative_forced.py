@@ -36,6 +36,7 @@ from speculation import (
     Tally,
     add_methods,
     answer_all,
+    note_of_clock,
     open_engines,
     rotated,
     speculation_of,
@@ -128,11 +129,12 @@ def _measure(arguments: argparse.Namespace, method: str, report: Report) -> None
                 f"{method}, {name}, {batch}": [item.decode_seconds for item in taken]
                 for name, taken in runs.items()
             }
-    report.notes.append(
+    report.notes += [
         "predicted: by the step times measured at the engine's start, for the drafts that each "
         "step had and the tokens that it brought; speed-up: of a request's mean time from its "
-        "first token to its last"
-    )
+        "first token to its last",
+        *note_of_clock(arguments),
+    ]
 
 
 def _with_vocabulary(arguments: argparse.Namespace, folder: Path) -> str:
