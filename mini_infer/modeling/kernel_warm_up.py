@@ -18,6 +18,7 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import ops
 from mini_infer.modeling.memory_profile import largest_steps, step_of_prompts
+from mini_infer.modeling.proposers.proposer import FollowingProposer
 from mini_infer.modeling.step_result import MaskedStep
 
 if TYPE_CHECKING:
@@ -55,12 +56,16 @@ def _rehearse_launched(runner: ModelRunner) -> None:
     config = runner.config
     longest = min(config.max_step_tokens, config.max_model_len - 1)
     middle = sorted({min(length, longest) for length in MIDDLE_PROMPTS})
-    for batch in (
-        *largest_steps(config),
+    prompts = (
         *(step_of_prompts(config, [length], SamplingParams()) for length in middle),
         *(small_step(config, lengths) for lengths in SMALL_STEPS),
-    ):
+    )
+    for batch in (*largest_steps(config), *prompts):
         runner.execute(batch).result()
+    if isinstance(runner.proposer, FollowingProposer):  # it computes them with layers of its own
+        for batch in prompts:
+            chunks = tuple(chunk._replace(samples=False) for chunk in batch.chunks)
+            runner.execute(replace(batch, chunks=chunks)).result()
     masked = runner.execute(replace(small_step(config, SMALL_STEPS[0]), masked=(0,)))
     assert isinstance(masked, MaskedStep)
     masked.sample(bytearray((config.model_config.vocab_size + 31) // 32 * 4))

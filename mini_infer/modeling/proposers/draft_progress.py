@@ -40,6 +40,8 @@ class DraftProgress:
         self._most_at_once = most_at_once
         self._num_seen: dict[int, int] = {}
         self._blocks: dict[int, list[int]] = {}
+        self._num_shared: dict[int, int] = {}
+        """Blocks at the head that came with a prefix hit."""
         self._is_seen = bytearray(num_blocks)
         self._in_step: set[int] = set()
         """Slots whose last step ended with proposals, all before it seen: nothing is missed."""
@@ -72,6 +74,7 @@ class DraftProgress:
         for admission in batch.admissions:
             slot = admission.slot
             self._blocks[slot], self._num_seen[slot] = list(admission.block_ids), 0
+            self._num_shared[slot] = len(admission.block_ids)
             self._in_step.discard(slot)
         for chunk in batch.chunks:
             if chunk.new_block_ids:
@@ -107,7 +110,7 @@ class DraftProgress:
         """Tokens seen, those included that another request with this one's prefix has brought."""
         blocks, size = self._blocks[slot], self._block_size
         count = self._num_seen[slot] // size
-        while count < len(blocks) and self._is_seen[blocks[count]]:
+        while count < self._num_shared[slot] and self._is_seen[blocks[count]]:
             count += 1
         self._num_seen[slot] = max(self._num_seen[slot], count * size)
         return self._num_seen[slot]

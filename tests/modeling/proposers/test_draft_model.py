@@ -20,7 +20,9 @@ from mini_infer.core.outputs import RequestOutput
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.kernel_warm_up import SMALL_STEPS, rehearse
 from mini_infer.modeling.model_files import ModelFiles, locate_model
+from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.proposers import draft_model
 from mini_infer.modeling.proposers.draft_model import DraftModelProposer, load_draft_model
 from mini_infer.modeling.proposers.proposer import DraftRows
@@ -237,6 +239,24 @@ def test_only_tokens_of_both_models_are_drafts(
     assert int(drafts.max()) < min(target_size, other.vocab_size)
     engine = tiny_engine(speculative_config=drafting(other))
     assert [tuple(o) for o in generate(engine, PROMPTS, PARAMS)] == list(alone())
+
+
+def test_prompts_that_it_follows_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers may launch other kernels than the target's."""
+    nothing = ModelFiles(Path("unused"), Path("unused"))
+    runner = ModelRunner(make_config(speculative_config=drafting(SMALLER)), nothing)
+    runner.load()
+    followed: set[tuple[int, ...]] = set()
+    forward = DraftModelProposer._forward
+
+    def noted(self: DraftModelProposer, *step: Any) -> torch.Tensor:
+        followed.add(step[2].query_lens)
+        return forward(self, *step)
+
+    monkeypatch.setattr(DraftModelProposer, "_forward", noted)
+    with torch.inference_mode():
+        rehearse(runner)
+    assert followed > {*SMALL_STEPS, (64,)}  # the largest step's, and passes of one token and two
 
 
 def test_it_drafts_up_to_the_end_of_the_context() -> None:
