@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "mini_infer.cli.generate",
     "bench": "mini_infer.cli.bench",
     "pull": "mini_infer.cli.pull",
+    "train-draft": "mini_infer.cli.train_draft",
 }
 INTERRUPTED = 130
 
@@ -32,7 +33,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        module = importlib.import_module(COMMANDS[cmd_name])
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
 

@@ -1,0 +1,186 @@
+"""Texts that a model writes itself, for training what drafts for it.
+
+A draft is right if it is what the target says, so the target's own words are the data (DistillSpec,
+arXiv 2310.08461). Without prompts it makes those up as well: given the beginning of its chat
+template up to where the user speaks, an instruct model writes the user's turn (Magpie, 2406.08464),
+and then answers it.
+"""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mini_infer.core.errors import InvalidRequestError, UnsupportedModelError
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.modeling.training.texts import Text
+from mini_infer.runtime.llm import LLM
+from mini_infer.runtime.tokenizer import Tokenizer
+
+Conversation = list[dict[str, Any]]
+Prompts = Callable[[int], list[list[int]]]
+"""At most so many prompts, as token ids."""
+MARKER = "mini-infer puts the user's words here"
+TEMPERATURES = (0.0, 0.0, 0.0, 0.3, 0.6, 1.0)
+"""Of answers, drawn with equal chances: half are greedy, as the texts are that drafts suit best."""
+ROUND_REQUESTS_PER_SEQ = 2
+"""Requests that the engine is given together, for each that it runs at once: so few of its steps
+are spent on the last ones of a round."""
+USUAL_ANSWER = 64
+"""Most answers are longer, so a last round seldom brings much more than was asked for."""
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Prompts from a JSON Lines file: each line has ``messages``, or ``turns`` (what a user says,
+    one after another; only the first is asked) or ``prompt``.
+
+    Raises:
+        InvalidRequestError: the file can't be read, or a line has none of them; says which.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{path} can't be read: {error}", "prompts") from None
+    conversations = [
+        _conversation(line, f"line {number} of {path}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not conversations:
+        raise InvalidRequestError(f"{path} has no prompts: each line is a JSON object", "prompts")
+    return conversations
+
+
+def write_texts(
+    llm: LLM, num_tokens: int, conversations: Sequence[Conversation] = (), seed: int = 0
+) -> list[Text]:
+    """Texts with at least ``num_tokens`` tokens of the model's own, up to the engine's
+    ``max_model_len`` each.
+
+    Conversations are answered in turn, and again at other temperatures where there are too few.
+
+    Raises:
+        InvalidRequestError: no prompt is short enough, or a template refuses one.
+        UnsupportedModelError: there are no prompts, and the model can't make some up.
+    """
+    chance = random.Random(seed)
+    most = ROUND_REQUESTS_PER_SEQ * llm.engine.config.max_num_seqs
+    prompts = _given_prompts(llm, conversations) if conversations else _own_prompts(llm, chance)
+    texts: list[Text] = []
+    with tqdm(total=num_tokens, desc="Texts", unit="token", disable=None, leave=False) as bar:
+        written = 0
+        while written < num_tokens:
+            count = min(most, 1 + (num_tokens - written) // USUAL_ANSWER)
+            some = prompts(count)
+            params = [_params(chance, chance.choice(TEMPERATURES)) for _ in some]
+            for output in llm.generate(some, params, use_tqdm=False):
+                prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+                texts.append(Text([*prompt, *answer], len(prompt)))
+                written += len(answer)
+            bar.update(min(written, num_tokens) - bar.n)
+    return texts
+
+
+def _params(chance: random.Random, temperature: float, **more: Any) -> SamplingParams:
+    more = {"max_tokens": None} | more
+    return SamplingParams(temperature=temperature, seed=chance.randrange(2**31), **more)
+
+
+def _longest_prompt(llm: LLM) -> int:
+    """The other half of a text is an answer's."""
+    return llm.engine.config.max_model_len // 2
+
+
+def _given_prompts(llm: LLM, conversations: Sequence[Conversation]) -> Prompts:
+    limit = _longest_prompt(llm)
+    prompts = [_prompt(llm.engine.tokenizer, conversation) for conversation in conversations]
+    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= limit]
+    if not fitting:
+        raise InvalidRequestError(
+            f"all prompts are longer than {limit} tokens, half of max_length: raise it", "prompts"
+        )
+    endless = cycle(fitting)
+    return lambda count: list(islice(endless, count))
+
+
+def _own_prompts(llm: LLM, chance: random.Random) -> Prompts:
+    """Users' turns that the model makes up, or nothing but its first token where it can't chat."""
+    tokenizer = llm.engine.tokenizer
+    beginning, end = _user_turn(tokenizer)
+    if not beginning:
+        first = _first_token(llm)
+        return lambda count: [first] * count
+    before, behind = (tokenizer.encode(text, add_special_tokens=False) for text in (beginning, end))
+    room = _longest_prompt(llm) - len(before) - len(behind)
+    if room < 1:
+        raise InvalidRequestError(
+            f"the chat template alone takes {len(before) + len(behind)} tokens: raise max_length",
+            "max_length",
+        )
+
+    def prompts(count: int) -> list[list[int]]:
+        params = [
+            _params(chance, 1.0, max_tokens=room, stop_token_ids=behind[:1]) for _ in range(count)
+        ]
+        made_up = []
+        for output in llm.generate([before] * count, params, use_tqdm=False):
+            (turn,) = output.outputs
+            said = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+            if said:
+                made_up.append([*before, *said, *behind])
+        if not made_up:
+            raise UnsupportedModelError(
+                "the model says nothing where its chat template lets a user speak: give prompts"
+            )
+        return made_up
+
+    return prompts
+
+
+def _user_turn(tokenizer: Tokenizer) -> tuple[str, str]:
+    """What stands in the chat template before a user's words, and behind them; "" twice where a
+    template is not there or does not show them as they are."""
+    if not tokenizer.chat_template_source(False):
+        return "", ""
+    message = {"role": "user", "content": MARKER}
+    rendered = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+    before, _, after = rendered.partition(MARKER)
+    return (before, after) if after else ("", "")
+
+
+def _first_token(llm: LLM) -> list[int]:
+    """What a base model begins a text with."""
+    config, tokenizer = llm.engine.config.model_config, llm.engine.tokenizer
+    for token in (config.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [token]
+    raise UnsupportedModelError("the model has no token that begins a text: give prompts")
+
+
+def _prompt(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+    """Token ids of a conversation; of the bare words of one message where there is no template."""
+    if not tokenizer.chat_template_source(False):
+        return tokenizer.encode(str(conversation[-1].get("content", "")))
+    text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _conversation(line: str, where: str) -> Conversation:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{where} is not valid JSON: {error}", "prompts") from None
+    record = record if isinstance(record, dict) else {}
+    messages, turns, prompt = (record.get(name) for name in ("messages", "turns", "prompt"))
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        return messages
+    text = turns[0] if isinstance(turns, list) and turns else prompt
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidRequestError(
+            f"{where} has neither messages, nor turns, nor a prompt to answer", "prompts"
+        )
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,54 @@
+"""A draft head from nothing but a model: it writes texts, and a head learns to foresee them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mini_infer.modeling.model_files import locate_model
+from mini_infer.modeling.proposers.head_files import save_draft_head
+from mini_infer.modeling.training.head_trainer import HeadTrainer, HeadTraining, TrainingRecord
+from mini_infer.modeling.training.target_pass import load_plain_target
+from mini_infer.runtime.llm import LLM
+from mini_infer.runtime.resolve import resolve_core
+from mini_infer.runtime.self_generated import read_conversations, write_texts
+
+
+def train(
+    output: Path,
+    options: Mapping[str, Any],
+    training: Mapping[str, Any],
+    num_tokens: int,
+    prompts: Path | None = None,
+) -> TrainingRecord:
+    """Trains a head for the engine of ``options`` and saves it, with the record, in ``output``.
+
+    Args:
+        options: the engine's: which model, where, and its longest text as ``max_model_len``.
+        training: fields of ``HeadTraining``.
+        num_tokens: how many the model shall write.
+        prompts: a file for ``read_conversations``; without one the model makes them up.
+
+    Raises:
+        MiniInferError: an option, the model or a prompt can't be used.
+    """
+    how = HeadTraining(**training)
+    conversations = read_conversations(prompts) if prompts is not None else ()
+    with LLM(**options) as llm:
+        texts = write_texts(llm, num_tokens, conversations, how.seed)
+        device = llm.engine.config.device
+    config, _ = resolve_core({**options, "dtype": _training_dtype(device)})
+    model = load_plain_target(config, locate_model(config.model))
+    trainer = HeadTrainer(config, model, texts, how)
+    head = trainer.train()
+    save_draft_head(output, head, model, torch.bfloat16)
+    trainer.record.save(output)
+    return trainer.record
+
+
+def _training_dtype(device: str) -> str:
+    """Of the target's states and of all products; a head's own weights are trained in float32."""
+    if device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "float32"
+    return "bfloat16"
