@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import InvalidConfigError, ModelNotFoundError, UnsupportedModelError
-from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.core.speculative_config import BUILT_IN_METHODS, SpeculativeConfig
 from mini_infer.runtime.engine_messages import Loaded
 from mini_infer.runtime.resolve import parse_options, resolve_engine
-from mini_infer.runtime.resolve_speculation import parse_speculation
+from mini_infer.runtime.resolve_speculation import KINDS, parse_speculation
 
 
 def resolved(model: Path, value: Any, **options: Any) -> SpeculativeConfig:
@@ -116,6 +118,22 @@ def test_methods_and_their_other_names(value: dict[str, Any], method: str) -> No
 def test_what_cannot_be_read(value: Any, message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         parse_options({"speculative_config": value})
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+VALUES = SCALARS | st.sampled_from([*BUILT_IN_METHODS, "a:b"]) | st.lists(SCALARS, max_size=2)
+
+
+@given(st.dictionaries(st.sampled_from([*KINDS, "on_device", "x"]), VALUES, max_size=4))
+def test_whatever_is_said_is_understood_or_refused(value: dict[str, Any]) -> None:
+    try:
+        said = parse_speculation(value)
+    except InvalidConfigError:
+        with pytest.raises(InvalidConfigError, match="speculative_config"):
+            parse_speculation(json.dumps(value))
+    else:
+        assert said is not None
+        assert parse_speculation(json.dumps(value)) == said == parse_speculation(said)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from mini_infer.modeling.proposers.proposer import DraftRows
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.llm import LLM
 from mini_infer.runtime.speculation.controller import DraftController
+from tests.modeling.graphs_on_cpu import replay_graphs
 from tests.runtime.engine_tools import generate, run
 from tests.runtime.fake_executor import TINY_MODEL, make_config
 from tests.runtime.tiny_model import tiny_engine
@@ -185,6 +186,23 @@ def test_at_depth_two_a_switch_costs_next_to_no_draft(
     proposed, accepted = counts(outputs)
     assert accepted > 0.95 * proposed > 40
     plain = outputs_of(tiny_engine(), PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_in_graphs(
+    depth: int,
+    switch: Callable[[Callable[[int], bool]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where drafts stand, only the device knows; what it missed is still computed in time."""
+    plain = outputs_of(tiny_engine(), PROMPTS, SAMPLED)
+    replay_graphs(monkeypatch)
+    switch(lambda step: step % 6 > 1)
+    engine = tiny_engine(speculative_config=drafting(), depth=depth)
+    outputs = outputs_of(engine, PROMPTS, SAMPLED)
+    proposed, accepted = counts(outputs)
+    assert accepted > 0.95 * proposed > 40
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
 
 
