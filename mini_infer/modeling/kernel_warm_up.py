@@ -24,7 +24,7 @@ from mini_infer.modeling.step_result import MaskedStep
 if TYPE_CHECKING:
     from mini_infer.modeling.model_runner import ModelRunner
 
-SMALL_STEPS = ((1,), (20, 3, 1), (20, 8, 1))
+SMALL_STEPS = ((1,), (20, 3, 1), (20, 9, 1))
 """Tokens of the rows of small steps. In mixed ones, the first row is tiled and the others are cut
 into pieces, of which the longer one sets the queries of a tile."""
 MIDDLE_PROMPTS = (256, 1024)

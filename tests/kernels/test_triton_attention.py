@@ -117,6 +117,27 @@ def test_launches_are_sized_from_counts_and_the_longest_context(
     assert plan.is_whole == (num_pieces == num_rows)
 
 
+@pytest.mark.parametrize(
+    ("width", "num_heads", "num_kv_heads", "keys"),
+    [
+        (1, 28, 4, 64),
+        (2, 28, 4, 64),
+        (3, 28, 4, 64),
+        (5, 28, 4, 32),
+        (9, 28, 4, 32),
+        (9, 14, 2, 32),
+    ],
+)
+def test_few_keys_beside_the_queries_of_many_drafts(
+    width: int, num_heads: int, num_kv_heads: int, keys: int
+) -> None:
+    """At batch 1 a program's shared memory is small, or no kernel after it starts early."""
+    group = num_heads // num_kv_heads
+    plan = split.plan_splits(1, num_kv_heads, width * group, 4096, 256, 132, 227 * 1024)
+    assert plan.tiles.rows == max(16, 1 << (width * group - 1).bit_length())
+    assert (plan.tiles.keys, plan.tiles.num_stages) == (keys, 2)
+
+
 @pytest.mark.parametrize("head_bytes", [128, 160, 256, 512, 1024])
 @pytest.mark.parametrize("kib", [227, 163, 99])
 def test_tiles_fit_the_memory_of_smaller_cards(head_bytes: int, kib: int) -> None:
@@ -186,7 +207,7 @@ def test_queries_may_be_a_slice_of_the_packed_projection() -> None:
 SPLIT_STEPS = {
     "a chunk behind a cached prompt": ([20], [400]),
     "decodes and drafts beside chunks": ([1, 20, 3, 1, 12], [33, 400, 66, 29, 300]),
-    "contexts that are worth no split, or few": ([9, 9, 9], [9, 130, 450]),
+    "contexts that are worth no split, or few": ([10, 10, 10], [10, 130, 450]),
 }
 SPLIT_SHAPE = Shape(num_heads=2, num_kv_heads=1, head_dim=16, block_size=16)
 TILED_SHAPES = [
@@ -249,17 +270,17 @@ def test_splits_of_which_some_queries_see_nothing(
 def test_a_graph_of_split_tiles_serves_other_lengths(many_processors: list[int]) -> None:
     """Captured for a chunk of the longest context. Replayed are a token that is a decode's, rows
     without queries first, between and last, and chunks with several splits, and with one."""
-    query_lens, context_lens = [0, 1, 25, 0, 9, 0], [0, 30, 500, 0, 40, 0]
-    batch = on_device(paged_batch([1, 25, 9], [30, 500, 40], SPLIT_SHAPE))
+    query_lens, context_lens = [0, 1, 25, 0, 10, 0], [0, 30, 500, 0, 40, 0]
+    batch = on_device(paged_batch([1, 25, 10], [30, 500, 40], SPLIT_SHAPE))
     rows = torch.tensor([0, 0, 1, 1, 2, 2], device=DEVICE)
     meta = replace(
         batch.meta,
         cu_seqlens_q=torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
         seqlens_k=torch.tensor(context_lens, device=DEVICE).int(),
         block_table=batch.meta.block_table[rows],
-        query_lens=(1,) * 5 + (35,),
+        query_lens=(1,) * 5 + (36,),
         context_lens=(4096,) * 6,
-        max_query_len=35,
+        max_query_len=36,
         max_seqlen_k=4096,
     )
     arguments = (batch.q, batch.k_cache, batch.v_cache)

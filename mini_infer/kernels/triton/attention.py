@@ -7,8 +7,8 @@ from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.kernels.triton.split_attention import attend_short
 from mini_infer.kernels.triton.tiled_attention import attend_long
 
-SHORT_QUERY = 8
-"""Queries of a row up to which it is split over its context: one token, or that and its drafts."""
+SHORT_QUERY = 9
+"""Queries of a row up to which it is split over its context: a token, or that and eight drafts."""
 
 
 def paged_attention(

@@ -62,16 +62,18 @@ def plan_splits(
     all keys of the step, rounded, but one at least: so there are at most ``aim + num_rows - 1``.
 
     The tiles are the fastest of those tried on an H200. Few rows make a step all latency, and there
-    a program has less than 48 KiB of shared memory: for more, Triton asks for another division of a
+    a program has 48 KiB of shared memory at most: for more, Triton asks for another division of a
     processor's memory into cache and shared memory than the kernels before and after have, and none
     of these starts early. Where rows and heads fill the ``sms`` processors twice, small programs do
     best, of which four share a processor.
     """
     units = num_rows * num_kv_heads
-    if num_queries > 16 or sms // 4 < units <= sms // 2 or sms < units <= 2 * sms:
+    tile_rows = max(16, power_of_two(num_queries))
+    if units <= sms // 4:
+        most_keys = 64 if tile_rows * head_bytes <= 8192 else 32  # beside so many queries
+        programs, num_warps, num_stages = 2 * sms, 4, 2
+    elif num_queries > 16 or units <= sms // 2 or sms < units <= 2 * sms:
         programs, most_keys, num_warps, num_stages = 2 * sms, 64, 4, 3
-    elif units <= sms // 4:
-        programs, most_keys, num_warps, num_stages = 2 * sms, 64, 4, 2
     elif units <= sms:
         programs, most_keys, num_warps, num_stages = sms, 128, 8, 3
     else:
@@ -79,7 +81,8 @@ def plan_splits(
     aim = max(1, programs // num_kv_heads) if SPLITS else 1
     row_limit = max(1, (max_keys + LEAST_KEYS // 2) // LEAST_KEYS)
     keys = max(16, min(most_keys, most_keys * 256 // power_of_two(head_bytes)))
-    tiles = Tiles(max(16, power_of_two(num_queries)), keys, num_warps, num_stages)
+    num_warps = max(num_warps, min(8, tile_rows // 16))  # or else the sums of queries spill
+    tiles = Tiles(tile_rows, keys, num_warps, num_stages)
     num_pieces = min(aim + num_rows - 1, num_rows * row_limit)
     return SplitPlan(aim, num_pieces, num_pieces == num_rows, fit(tiles, head_bytes, memory))
 
