@@ -22,7 +22,9 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int, BlockHash], None] = lambda block_id, block_hash: None,
     ) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
@@ -52,8 +54,9 @@ class BlockPool:
             block_id = self._free.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block_id)]
-            self._on_evict(block_id)
+            block_hash = self._hash_of.pop(block_id)
+            del self._block_of[block_hash]
+            self._on_evict(block_id, block_hash)
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -69,11 +72,14 @@ class BlockPool:
         self._cached.pop(block_id, None)
         self._ref_counts[block_id] += 1
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """Makes a full, referenced block findable. The first block with a content wins."""
-        if block_hash not in self._block_of and block_id not in self._hash_of:
-            self._block_of[block_hash] = block_id
-            self._hash_of[block_id] = block_hash
+    def publish(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Makes a full, referenced block findable. The first block with a content wins; False for
+        others."""
+        if block_hash in self._block_of or block_id in self._hash_of:
+            return False
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        return True
 
     def release(self, block_id: int) -> None:
         """Drops one reference; the last one makes the block cached or free."""

@@ -1,10 +1,18 @@
 """Maps each request's tokens to KV blocks, and finds prompts whose KV is already there."""
 
+import itertools
 from dataclasses import dataclass
 
-from mini_infer.cache.block_pool import BlockPool
+from mini_infer.cache.block_pool import BlockHash, BlockPool
 from mini_infer.cache.prefix_hash import extend_block_hashes
-from mini_infer.core.events import BlockEvicted, BlocksAllocated, BlocksReleased, EventStream
+from mini_infer.core.events import (
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksReleased,
+    EventStream,
+    PrefixCacheReset,
+)
 from mini_infer.core.request import Request
 
 WORTH_WAITING = 256
@@ -157,11 +165,14 @@ class KVCacheManager:
         last = min(num_valid_tokens // self.block_size, len(table))
         if last <= first:
             return
-        hashes = self._hashes(request)
-        for index in range(first, last):
-            self._pool.publish(table[index], hashes[index])
-            self._end_computing(request, hashes[index])
+        hashes = self._hashes(request)[first:last]
+        published = tuple(map(self._pool.publish, table[first:last], hashes))
+        for hash_ in hashes:
+            self._end_computing(request, hash_)
         self._num_committed[request.request_id] = last
+        if any(published) and self._events.wants(BlocksCached):
+            new = tuple(itertools.compress(hashes, published))
+            self._events.emit(BlocksCached(self._events.now(), request.request_id, new))
 
     def release(self, request: Request) -> None:
         """Gives back all blocks, tail first, so that a shared head is evicted last."""
@@ -177,6 +188,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content. Blocks of running requests are no longer shareable."""
         self._pool.reset_cache()
+        self._events.emit(PrefixCacheReset(self._events.now()))
 
     def check_invariants(self) -> None:
         """free + referenced + cached = total, and every table entry is referenced."""
@@ -196,5 +208,6 @@ class KVCacheManager:
         )
         return request.block_hashes
 
-    def _emit_evicted(self, block_id: int) -> None:
-        self._events.emit(BlockEvicted(self._events.now(), block_id))
+    def _emit_evicted(self, block_id: int, block_hash: BlockHash) -> None:
+        if self._events.wants(BlockEvicted):
+            self._events.emit(BlockEvicted(self._events.now(), block_id, block_hash))

@@ -75,15 +75,34 @@ class BlocksReleased(RequestEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksCached(RequestEvent):
+    """From now on others can find these prefixes: each hash names one, down to the end of a full
+    block. What another block holds already is not among them."""
+
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockEvicted(Event):
-    """A cached block lost its content to make room."""
+    """A cached block lost its content to make room: the prefix that ended with it is gone."""
 
     block_id: int
+    block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheReset(Event):
+    """All prefixes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted(RequestEvent):
     num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted(RequestEvent):
+    """A queued choice whose engine died before it told a token: another engine queues it anew."""
 
 
 @dataclass(frozen=True, slots=True)

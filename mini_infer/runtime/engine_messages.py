@@ -26,12 +26,14 @@ from mini_infer.core.events import (
     Admitted,
     BlockEvicted,
     BlocksAllocated,
+    BlocksCached,
     BlocksReleased,
     ChunkScheduled,
     DraftsVerified,
     Event,
     Finished,
     Preempted,
+    PrefixCacheReset,
     Queued,
     Resumed,
     StepCompleted,
@@ -47,7 +49,9 @@ EVENT_KINDS: tuple[type[Event], ...] = (
     ChunkScheduled,
     BlocksAllocated,
     BlocksReleased,
+    BlocksCached,
     BlockEvicted,
+    PrefixCacheReset,
     Preempted,
     Resumed,
     TokensEmitted,
@@ -258,7 +262,9 @@ def to_server(socket: "zmq.Socket[bytes]") -> Link[ToServer, ToEngine]:
 
 
 def _fields_of(kind: type[Event]) -> Callable[[Event], tuple[Any, ...]]:
-    return attrgetter(*(item.name for item in fields(kind)))
+    names = [item.name for item in fields(kind)]
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda event: (get(event),)
 
 
 _PACKERS = {kind: (number, _fields_of(kind)) for number, kind in enumerate(EVENT_KINDS)}
@@ -279,6 +285,9 @@ def unpack_event(packed: Sequence[Any]) -> Event:
     if kind is BlocksAllocated:
         _, time, request_id, block_ids = packed
         return BlocksAllocated(time, request_id, tuple(block_ids))
+    if kind is BlocksCached:
+        _, time, request_id, block_hashes = packed
+        return BlocksCached(time, request_id, tuple(block_hashes))
     if kind is Finished:
         packed = [*packed[:-1], msgspec.convert(packed[-1], DraftCounts | None)]
     return kind(*packed[1:])

@@ -26,8 +26,8 @@ def test_blocks_are_distinct_and_in_range() -> None:
 
 
 def test_a_published_block_is_found_until_it_is_evicted() -> None:
-    evicted: list[int] = []
-    pool = BlockPool(2, on_evict=evicted.append)
+    evicted: list[tuple[int, bytes]] = []
+    pool = BlockPool(2, on_evict=lambda *block: evicted.append(block))
     first, second = pool.allocate(2) or []
     pool.publish(first, hash_of(1))
     pool.publish(second, hash_of(2))
@@ -35,7 +35,7 @@ def test_a_published_block_is_found_until_it_is_evicted() -> None:
     pool.release(second)
     assert pool.lookup(hash_of(1)) == first
     assert pool.allocate(1) == [first]  # released first, so evicted first
-    assert evicted == [first]
+    assert evicted == [(first, hash_of(1))]
     assert pool.lookup(hash_of(1)) is None
     assert pool.lookup(hash_of(2)) == second
 
@@ -120,9 +120,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.content: dict[int, bytes] = {}
         self.counter = 0
 
-    def evicted(self, block: int) -> None:
+    def evicted(self, block: int, block_hash: bytes) -> None:
         assert block not in self.held
-        del self.content[block]
+        assert self.content.pop(block) == block_hash
 
     @rule(count=st.integers(0, 3))
     def allocate(self, count: int) -> None:

@@ -5,7 +5,15 @@ import random
 import pytest
 
 from mini_infer.cache.manager import NO_MATCH, KVCacheManager, PrefixMatch
-from mini_infer.core.events import BlockEvicted, BlocksAllocated, BlocksReleased, Event, EventStream
+from mini_infer.core.events import (
+    BlockEvicted,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksReleased,
+    Event,
+    EventStream,
+    PrefixCacheReset,
+)
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 
@@ -227,7 +235,40 @@ def test_events_tell_every_block() -> None:
     manager.release(first)
     prefill(manager, request_of("b", [50, 51]))
     kinds = [type(event) for event in events]
-    assert kinds == [BlocksAllocated, BlocksReleased, BlockEvicted, BlocksAllocated]
+    assert kinds == [
+        BlocksAllocated,
+        BlocksCached,
+        BlocksReleased,
+        BlockEvicted,
+        BlocksAllocated,
+    ]
+
+
+def test_events_tell_which_prefixes_can_be_found() -> None:
+    stream, told = EventStream(), set[bytes]()
+
+    def observe(event: Event) -> None:
+        match event:
+            case BlocksCached():
+                assert event.block_hashes
+                assert told.isdisjoint(event.block_hashes)
+                told.update(event.block_hashes)
+            case BlockEvicted():
+                told.remove(event.block_hash)
+            case PrefixCacheReset():
+                told.clear()
+
+    stream.subscribe(observe)
+    manager, rng = KVCacheManager(8, 4, stream), random.Random(2)
+    for number in range(200):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
+        request = request_of(str(number), tokens)
+        prefill(manager, request)
+        assert told == set(manager._pool._block_of)
+        manager.release(request)
+        if number % 50 == 49:
+            manager.reset_prefix_cache()
+            assert not told
 
 
 def test_random_requests_leave_nothing_behind() -> None:

@@ -41,7 +41,7 @@ def test_a_subscriber_to_some_types_hears_those_and_derived_ones_only() -> None:
     stream.subscribe(queued.append, Queued)
     stream.subscribe(of_requests.append, RequestEvent)
     stream.subscribe(everything.append)
-    events = [Queued(0.0, "a", 3), BlockEvicted(1.0, 7), Preempted(2.0, "a", 3)]
+    events = [Queued(0.0, "a", 3), BlockEvicted(1.0, 7, b"7"), Preempted(2.0, "a", 3)]
     for event in events:
         stream.emit(event)
     assert queued == events[:1]

@@ -116,6 +116,8 @@ VALUES: dict[str, Any] = {
     "reason": "stop",
     "token_ids": (3, 4),
     "block_ids": (7,),
+    "block_hashes": (b"one", b"other"),
+    "block_hash": b"one",
     "first_token_time": None,
     "last_token_time": 2.5,
     "drafts": DraftCounts(2, [2, 1], [1, 0], 0.25, 0.5),
@@ -146,7 +148,9 @@ def test_every_event_that_an_engine_emits_can_cross() -> None:
         return {kind}.union(*map(kinds_of, kind.__subclasses__()))
 
     names = {kind.__name__ for kind in kinds_of(Event)} - {"Event", "RequestEvent"}
-    assert names - {kind.__name__ for kind in EVENT_KINDS} == {"Answered"}, "the server's own"
+    assert names - {kind.__name__ for kind in EVENT_KINDS} == {"Answered", "Rerouted"}, (
+        "the server's own"
+    )
 
 
 def test_a_configuration() -> None:
