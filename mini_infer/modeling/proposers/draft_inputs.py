@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.device_state import DeviceState
 
@@ -16,26 +17,30 @@ def draft_metadata(
     Keys and values of tokens for which a request has no block go to the null block. A GPU may
     replay what this launches: it depends on no value of its arguments.
     """
-    num_rows, size, device = len(slots), state.block_size, slots.device
-    back = torch.arange(1 - num_tokens, 1, device=device)
-    positions = (last_positions[:, None] + back).clamp_min(0)  # [R, num_tokens]
-    block_table = state.block_table[slots]
-    blocks = block_table.gather(1, positions // size).long()
-    exists = positions < state.kv_limits[slots]
-    slot_mapping = torch.where(exists, blocks, state.null_block) * size + positions % size
-    seqlens_k = last_positions + 1
+    num_rows, device = len(slots), slots.device
+    inputs = ops.verify_inputs(
+        slots,
+        (last_positions - (num_tokens - 1)).clamp_min_(0) if num_tokens > 1 else last_positions,
+        num_tokens,
+        state.token_table,
+        state.block_table,
+        state.last_positions,
+        state.kv_limits.view(-1),
+        state.block_size,
+        state.block_table.shape[1],
+        state.null_block,
+    )
     limit = state.token_table.shape[1]
-    contexts = tuple(seqlens_k.tolist()) if slots.is_cpu else (limit,) * num_rows
-    cu_seqlens_q = torch.arange(num_rows + 1, device=device) * num_tokens
+    contexts = tuple(inputs.seqlens_k.tolist()) if slots.is_cpu else (limit,) * num_rows
     meta = AttentionMetadata(
-        cu_seqlens_q=cu_seqlens_q,
-        seqlens_k=seqlens_k,
-        block_table=block_table,
-        slot_mapping=slot_mapping.flatten(),
+        cu_seqlens_q=torch.arange(0, num_rows * num_tokens + 1, num_tokens, device=device),
+        seqlens_k=inputs.seqlens_k,
+        block_table=inputs.block_table,
+        slot_mapping=inputs.slot_mapping,
         max_query_len=num_tokens,
         max_seqlen_k=max(contexts),
         query_lens=(num_tokens,) * num_rows,
         context_lens=contexts,
         backend=state.attention_backend,
     )
-    return positions.flatten(), meta
+    return inputs.positions, meta
