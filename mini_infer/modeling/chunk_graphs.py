@@ -23,8 +23,8 @@ from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.cuda_graphs import record
 from mini_infer.modeling.device_state import DeviceState
-from mini_infer.modeling.step_layout import StepLayout
-from mini_infer.modeling.upload import copy_to_device
+from mini_infer.modeling.step_layout import DEVICE_KNOWS, StepLayout
+from mini_infer.modeling.upload import copy_to_device, to_device
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -78,6 +78,7 @@ class ChunkGraphs:
         self._inputs = torch.zeros(3 * rows[-1] + 1, dtype=torch.int64, device=state.device)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._hidden = hidden
+        self._contexts = torch.zeros(rows[-1], dtype=torch.int64, device=state.device)
         self._launch_seconds = 0.0
         self._replay_seconds: dict[Shape, float] = {}
 
@@ -87,7 +88,7 @@ class ChunkGraphs:
         self._drop_device_bound()
         for shape in reversed(self.shapes):
             self.record(shape)
-            self._replay_seconds[shape] = _seconds(self._graphs[shape].replay)
+            self._replay_seconds[shape] = self._seconds(self._graphs[shape].replay)
 
     @torch.inference_mode()
     def record(self, shape: Shape) -> None:
@@ -117,6 +118,22 @@ class ChunkGraphs:
         self._graphs[shape].replay()
         return self._hidden[: layout.num_rows]
 
+    def run_with_drafts(self, layout: StepLayout) -> tuple[Tensor, Tensor] | None:
+        """The same of a step that verifies drafts: of each row that it samples, with the places
+        ``[S]`` of the samples.
+
+        Each draft is a row of its own here, of one token. Its keys are written before any row
+        attends, as those of all tokens of a step are.
+        """
+        rows = layout.with_drafts_as_rows()
+        x = self.run(rows) if rows.num_rows < len(self._contexts) else None
+        if x is None:
+            return None
+        if len(rows.sampled) == rows.num_rows:
+            return x, self._contexts[: rows.num_rows]
+        which = to_device(np.array(rows.sampled, dtype=np.int64), x.device)
+        return x.index_select(0, which), self._contexts.index_select(0, which)
+
     def _shape_for(self, num_rows: int, num_tokens: int) -> Shape | None:
         for rows, tokens in self.shapes:
             if rows >= num_rows and tokens >= num_tokens:
@@ -135,12 +152,16 @@ class ChunkGraphs:
         """Measures what launches take the host, and leaves shapes that take the device no more."""
         if not self.shapes:  # limits of a few tokens leave none
             return
-        self._launch_seconds = _seconds(partial(self._rehearse, self.shapes[0]))
+        self._launch_seconds = self._seconds(partial(self._rehearse, self.shapes[0]))
         limit = DEVICE_BOUND * self._launch_seconds
         for index, shape in enumerate(self.shapes):
-            if shape[1] > SHORT_STEP and _seconds(partial(self._rehearse, shape)) > limit:
+            if shape[1] > SHORT_STEP and self._seconds(partial(self._rehearse, shape)) > limit:
                 del self.shapes[index:]
                 return
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """What the slowest of the ranks takes: they have to choose alike."""
+        return self._model.group.slowest(_seconds(work))
 
     def _write_inputs(self, shape: Shape, layout: StepLayout) -> None:
         surplus = shape[1] - layout.num_tokens
@@ -179,6 +200,10 @@ class ChunkGraphs:
         num_rows, num_tokens = shape
         state, config = self._state, self._config
         slots, starts, cu_seqlens_q = self._views(num_rows)
+        speculates = config.speculative_config is not None
+        if speculates:  # the device knows where some rows begin
+            last = state.last_positions[slots]
+            starts = torch.where(starts < 0, last - starts + DEVICE_KNOWS, starts)
         token_ids, positions, seqlens_k, slot_mapping, block_table = ops.chunk_inputs(
             slots,
             starts,
@@ -206,6 +231,8 @@ class ChunkGraphs:
         )
         hidden = self._model(token_ids, positions, self._caches, meta, meta.last_tokens())
         self._hidden[:num_rows].copy_(hidden)
+        if speculates:
+            self._contexts[:num_rows].copy_(seqlens_k)
 
 
 def _seconds(work: Callable[[], object]) -> float:

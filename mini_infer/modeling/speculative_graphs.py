@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
-DEVICE_KNOWS = -1
-"""As a row's start: where the device says that its last token stands."""
 
 Shape = tuple[int, int]
 """Rows of a graph, and the drafts that it verifies or proposes for each."""
@@ -208,9 +206,7 @@ class VerifyGraphs(ShapedGraphs):
         Nothing is accepted yet: what was drawn does not stand in the token table. The next step
         overwrites all of it.
         """
-        rows = zip(layout.starts, layout.uncertain, strict=True)
-        starts = [DEVICE_KNOWS if uncertain else start for start, uncertain in rows]
-        self.replay(shape, layout.slots, starts)
+        self.replay(shape, layout.slots, layout.device_starts())
         sampled, width = self._sampled, 1 + shape[1]
         count = layout.num_rows * width
         return StepRows(

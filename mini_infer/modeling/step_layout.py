@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 from mini_infer.core.batch import ScheduledBatch
 
 Integers = NDArray[np.int64]
+DEVICE_KNOWS = -1
+"""As a row's start: its request's last token, of which only the device knows where it stands. So
+many less, so many tokens behind it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,30 @@ class StepLayout:
     def starting_at(self, starts: list[int]) -> "StepLayout":
         """The same rows where all starts are known to be these."""
         return replace(self, starts=starts, uncertain=[False] * len(starts))
+
+    def device_starts(self) -> list[int]:
+        """Per chunk its start, or ``DEVICE_KNOWS``."""
+        rows = zip(self.starts, self.uncertain, strict=True)
+        return [DEVICE_KNOWS if uncertain else start for start, uncertain in rows]
+
+    def with_drafts_as_rows(self) -> "StepLayout":
+        """The same tokens where each draft is a row of its own, behind those of its request, and
+        its last token is what every sampled row samples from."""
+        counts = dict(zip(self.sampled, self.num_drafts, strict=True))
+        slots: list[int] = []
+        starts: list[int] = []
+        query_lens: list[int] = []
+        sampled: list[int] = []
+        for index, start in enumerate(self.device_starts()):
+            count = counts.get(index, 0)
+            known = self.query_lens[index] - count
+            if index in counts:
+                sampled += range(len(slots), len(slots) + 1 + count)
+            slots += [self.slots[index]] * (1 + count)
+            query_lens += [known] + [1] * count
+            behind = range(known, known + count)
+            starts += [start, *(start - j if start < 0 else start + j for j in behind)]
+        return StepLayout(slots, starts, query_lens, [0, *accumulate(query_lens)], sampled)
 
     @property
     def num_rows(self) -> int:

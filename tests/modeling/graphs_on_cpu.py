@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mini_infer.kernels.cpu_attention import RowGroup
 from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling import (
     chunk_graphs,
@@ -16,12 +17,10 @@ from mini_infer.modeling import (
     step_result,
 )
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.sampler import Sampler
 from mini_infer.modeling.sampling_state import SamplingState
-from mini_infer.modeling.step_layout import StepLayout
 
 
 class Replayed:
@@ -35,11 +34,18 @@ class Replayed:
         self._step()
 
 
+class RowsWithQueries(AttentionMetadata):
+    """A graph's surplus rows may have none."""
+
+    def row_groups(self, block_size: int) -> list[RowGroup]:
+        return [group for group in super().row_groups(block_size) if group.query_len]
+
+
 def with_real_lengths(**fields: Any) -> AttentionMetadata:
     """A CPU's attention asks the host how long rows are, and a graph's host does not know."""
     fields["query_lens"] = tuple(fields["cu_seqlens_q"].diff().tolist())
     fields["context_lens"] = tuple(fields["seqlens_k"].tolist())
-    return AttentionMetadata(**fields)
+    return RowsWithQueries(**fields)
 
 
 def draw(
@@ -57,18 +63,16 @@ def draw(
 
 
 def replay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets runners on a CPU have graphs of decodes, of steps with drafts, and of steps' ends.
-
-    Where requests of a graph's step start, only the device knows, as on a GPU.
-    """
+    """Lets runners on a CPU have graphs. Where requests of a step start, only the device knows, as
+    on a GPU."""
     monkeypatch.setattr(ModelRunner, "has_graphs", True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(ChunkGraphs, "capture", lambda graphs: graphs.shapes.clear())
+    monkeypatch.setattr(chunk_graphs, "_seconds", lambda work: 0.0)
     for module in (chunk_graphs, cuda_graphs, sampling_graphs, speculative_graphs):
         monkeypatch.setattr(module, "record", Replayed)
     for module in (cuda_graphs, sampling_graphs, speculative_graphs):
         monkeypatch.setattr(module, "draw", draw)
-    for module in (cuda_graphs, speculative_graphs):
+    for module in (chunk_graphs, cuda_graphs, speculative_graphs):
         monkeypatch.setattr(module, "AttentionMetadata", with_real_lengths)
     monkeypatch.setattr(step_result, "to_host", Tensor.clone)
 
@@ -79,10 +83,4 @@ def replay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits if out is None else out.copy_(logits)
 
     monkeypatch.setattr(CausalLM, "compute_logits", logits_in_place)
-    find_starts = DeviceState.with_known_starts
-
-    def with_known_starts(state: DeviceState, layout: StepLayout) -> StepLayout:
-        has_prompts = layout.num_tokens > layout.num_rows + sum(layout.num_drafts)
-        return find_starts(state, layout) if has_prompts else layout
-
-    monkeypatch.setattr(DeviceState, "with_known_starts", with_known_starts)
+    monkeypatch.setattr(DeviceState, "with_known_starts", lambda state, layout: layout)

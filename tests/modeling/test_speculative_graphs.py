@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.modeling.chunk_graphs import ChunkGraphs
+from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.speculative_graphs import (
     Shape,
     VerifyGraphs,
@@ -104,6 +107,33 @@ def test_replays_give_the_tokens_of_plain_decoding(
     assert outputs(params, speculative_config=speculation, depth=depth) == expected
     assert {num_drafts for _, num_drafts in verified} >= {3}
     assert len({num_rows for num_rows, _ in verified}) > 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_beside_prompts_are_replayed_too(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Each as a row of its own, while chunks of longer prompts are computed."""
+    prompts = [*PROMPTS[:3], list(range(1, 60)), [4] * 47, *PROMPTS[:3]]
+    params = [*PARAMS[:3], *PARAMS]
+
+    def run(**options: Any) -> list[list[int]]:
+        engine = tiny_engine(max_num_seqs=20, max_num_batched_tokens=16, depth=depth, **options)
+        return generate(engine, prompts, params)
+
+    expected = run()
+    replay_graphs(monkeypatch)
+    replayed: list[int] = []
+    run_with_drafts = ChunkGraphs.run_with_drafts
+
+    def noted(graphs: ChunkGraphs, layout: StepLayout) -> tuple[Tensor, Tensor] | None:
+        replayed.append(sum(layout.num_drafts))
+        return run_with_drafts(graphs, layout)
+
+    monkeypatch.setattr(ChunkGraphs, "run_with_drafts", noted)
+    monkeypatch.setattr(DeviceState, "lay_out", None)
+    assert run(speculative_config=HALF_RIGHT) == expected
+    assert sum(count > 0 for count in replayed) >= 2
 
 
 @given(
