@@ -78,6 +78,12 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead of the wall's: on a CPU that others use, too, with --threads 1",
     )
+    parser.add_argument(
+        "--reopen",
+        action="store_true",
+        help="engines anew, in another order, for each repeat or kind of prompt: on a CPU some are "
+        "faster by a few percent, by where their weights lie",
+    )
 
 
 def speculation_of(arguments: argparse.Namespace, method: str, **more: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import argparse
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 
 from harness import Bar, Report, Value, describe, make_parser, parse, positive, run
 from speculation import (
@@ -53,41 +54,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     same: Counter[str] = Counter()
     num_answers = 0
     report = Report("speculative", "drafts of real answers, batch 1", {})
-    with open_engines(
-        arguments,
-        {PLAIN: None, **speculations},
-        max_model_len=arguments.max_model_len,
-        num_kv_blocks=arguments.max_model_len // 16 + 8,
-        max_num_seqs=1,
-    ) as engines:
-        report.setup = describe(
+    rounds = [
+        (temperature, conversation)
+        for _ in range(arguments.repeats)
+        for temperature in arguments.temperatures
+        for conversation in conversations
+    ]
+    sittings = [rounds]
+    if arguments.reopen:
+        sittings = [list(group) for _, group in groupby(rounds, lambda item: item[1].category)]
+    configs = {PLAIN: None, **speculations}
+    for number, sitting in enumerate(sittings):
+        with open_engines(
             arguments,
-            engines[PLAIN].engine.config,
-            cache="on; a conversation's next turn finds the one before",
-            prompts=f"{len(conversations)}, {source_of(arguments)}",
-            max_tokens=arguments.max_tokens,
-            temperatures=" and ".join(f"{value:g}" for value in arguments.temperatures),
-            most_drafts=arguments.num_drafts,
-        )
-        _warm_up(engines)
-        rounds = [
-            (conversation, temperature)
-            for _ in range(arguments.repeats)
-            for temperature in arguments.temperatures
-            for conversation in conversations
-        ]
-        for turn, (conversation, temperature) in enumerate(rounds):
-            row = conversation.category
-            if len(arguments.temperatures) > 1:
-                row += f", temperature {temperature:g}"
-            params = SamplingParams(
-                temperature=temperature, max_tokens=arguments.max_tokens, seed=turn
+            {name: configs[name] for name in rotated(names, number)},
+            max_model_len=arguments.max_model_len,
+            num_kv_blocks=arguments.max_model_len // 16 + 8,
+            max_num_seqs=1,
+        ) as engines:
+            report.setup = describe(
+                arguments,
+                engines[PLAIN].engine.config,
+                cache="on; a conversation's next turn finds the one before",
+                prompts=f"{len(conversations)}, {source_of(arguments)}",
+                max_tokens=arguments.max_tokens,
+                temperatures=" and ".join(f"{value:g}" for value in arguments.temperatures),
+                most_drafts=arguments.num_drafts,
             )
-            for answers in _talk(engines, rotated(names, turn), conversation, params):
-                num_answers += 1
-                for name, (output, seconds) in answers.items():
-                    tallies[name, row].add(output, seconds)
-                    same[name] += _ids(output) == _ids(answers[PLAIN][0])
+            _warm_up(engines)
+            for turn, (temperature, conversation) in enumerate(sitting):
+                row = conversation.category
+                if len(arguments.temperatures) > 1:
+                    row += f", temperature {temperature:g}"
+                params = SamplingParams(
+                    temperature=temperature, max_tokens=arguments.max_tokens, seed=turn
+                )
+                for answers in _talk(engines, rotated(names, turn), conversation, params):
+                    num_answers += 1
+                    for name, (output, seconds) in answers.items():
+                        tallies[name, row].add(output, seconds)
+                        same[name] += _ids(output) == _ids(answers[PLAIN][0])
     _fill(report, arguments, names, tallies)
     for method in arguments.methods:
         report.bars.append(

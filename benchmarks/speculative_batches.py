@@ -30,6 +30,7 @@ from mini_infer.cli.load.plot import check_plot
 
 NEVER_SLOWER_BAR = 0.98
 BLOCK_SIZE = 16
+WARM_UP_TOKENS = 16
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,48 +61,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     length = arguments.prompt_tokens + arguments.output_tokens
     report = Report("speculative_batches", "speed-up of drafts by batch size", {})
     runs: dict[tuple[str, int], list[Tally]] = defaultdict(list)
-    with open_engines(
-        arguments,
-        {PLAIN: None, **speculations},
-        max_model_len=length + BLOCK_SIZE,
-        num_kv_blocks=most * (-(-length // BLOCK_SIZE) + 2) + 1,
-        max_num_seqs=most,
-        block_size=BLOCK_SIZE,
-    ) as engines:
-        report.setup = describe(
+    configs = {PLAIN: None, **speculations}
+    times = (arguments.repeats, 1) if arguments.reopen else (1, arguments.repeats)
+    for sitting in range(times[0]):
+        with open_engines(
             arguments,
-            engines[PLAIN].engine.config,
-            cache="on, and warm: the same prompts were answered before",
-            prompt_tokens=arguments.prompt_tokens,
-            output_tokens=arguments.output_tokens,
-            temperature=arguments.temperature,
-            most_drafts=arguments.num_drafts,
-            prompts="random tokens" if arguments.random_tokens else source_of(arguments),
-        )
-        prompts = _prompts(arguments, engines[PLAIN], most)
-        params = [
-            SamplingParams(
+            {name: configs[name] for name in rotated(list(configs), sitting)},
+            max_model_len=length + BLOCK_SIZE,
+            num_kv_blocks=most * (-(-length // BLOCK_SIZE) + 2) + 1,
+            max_num_seqs=most,
+            block_size=BLOCK_SIZE,
+        ) as engines:
+            report.setup = describe(
+                arguments,
+                engines[PLAIN].engine.config,
+                cache="on, and warm: the same prompts were answered before",
+                prompt_tokens=arguments.prompt_tokens,
+                output_tokens=arguments.output_tokens,
                 temperature=arguments.temperature,
-                max_tokens=arguments.output_tokens,
-                ignore_eos=True,
-                seed=row,
+                most_drafts=arguments.num_drafts,
+                prompts="random tokens" if arguments.random_tokens else source_of(arguments),
             )
-            for row in range(most)
-        ]
-        turn = 0
-        for batch in arguments.batches:
-            for llm in engines.values():
-                answer_all(llm, prompts[:batch], params[:batch])
-            for _ in range(arguments.repeats):
-                for name in rotated(list(engines), turn):
-                    tally = answer_all(engines[name], prompts[:batch], params[:batch])
-                    runs[name, batch].append(tally)
-                turn += 1
+            prompts = _prompts(arguments, engines[PLAIN], most)
+            for batch in arguments.batches:
+                for llm in engines.values():
+                    answer_all(llm, prompts[:batch], _params(arguments, batch, WARM_UP_TOKENS))
+                for turn in range(times[1]):
+                    for name in rotated(list(engines), sitting + turn):
+                        params = _params(arguments, batch, arguments.output_tokens)
+                        runs[name, batch].append(answer_all(engines[name], prompts[:batch], params))
     gains = _fill(report, arguments, list(speculations), runs)
     if arguments.plot is not None:
         title = f"{Path(arguments.model).name}, {report.setup['dtype']}"
         _plot(arguments.plot, title, arguments.batches, gains)
     report.finish(arguments.output)
+
+
+def _params(arguments: argparse.Namespace, batch: int, num_tokens: int) -> list[SamplingParams]:
+    """Those of each request."""
+    return [
+        SamplingParams(
+            temperature=arguments.temperature, max_tokens=num_tokens, ignore_eos=True, seed=row
+        )
+        for row in range(batch)
+    ]
 
 
 def _prompts(arguments: argparse.Namespace, llm: LLM, count: int) -> list[list[int]]:

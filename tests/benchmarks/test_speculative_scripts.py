@@ -51,7 +51,8 @@ def prompts(model_folder: Path, tmp_path: Path) -> Path:
 def test_kinds_of_prompts(run: Run, model_folder: Path, prompts: Path) -> None:
     options = ["--model", model_folder, "--prompts", prompts, "--max-model-len", 256]
     options += ["--dtype", "float32", "--methods", "ngram", "early_exit", "--exit-layers", 1]
-    result = run(speculative, *options, "--temperatures", 0, 0.6, "--engine", "seed=1")
+    options += ["--reopen", "--temperatures", 0, 0.6, "--engine", "seed=1"]
+    result = run(speculative, *options)
     names = [row["prompts"] for row in result["rows"]]
     kinds = ["code", "prose"]
     assert names == [f"{kind}, temperature {value}" for value in ("0", "0.6") for kind in kinds] + [
@@ -69,12 +70,19 @@ def test_batches_and_their_plot(
 ) -> None:
     plot = tmp_path / "curve.svg"
     options = ["--model", model_folder, "--prompts", prompts, "--plot", plot]
+    options += ["--reopen", "--processor-time", "--repeats", 2]
     result = run(speculative_batches, *options)
     assert [row["batch"] for row in result["rows"]] == [1, 2]
     for row in result["rows"]:
         assert row["ngram, adaptive: speed-up"] > 0
         assert row["ngram, fixed: of all"] > 0
     assert "ngram, adaptive" in plot.read_text()
+
+
+def test_time_of_many_threads_is_no_measure(model_folder: Path) -> None:
+    options = ["--model", str(model_folder), "--processor-time", "--threads", "2"]
+    with pytest.raises(InvalidConfigError, match="--threads 1"):
+        speculative_batches.main(options)
 
 
 def test_batches_of_random_tokens(run: Run, model_folder: Path) -> None:
