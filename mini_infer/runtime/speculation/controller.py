@@ -187,10 +187,11 @@ class DraftController:
     def _step_seconds(self, num_rows: int) -> tuple[float, ...]:
         known = self._seconds.get(num_rows)
         if known is None:
-            proposes = self._config.on_device
+            costs, proposes = self._costs, self._config.on_device
+            shortest = costs.verify[0][0]  # what is extrapolated from noise may even be below 0
             known = self._seconds[num_rows] = tuple(
-                self._costs.verify_seconds(num_rows, count)
-                + (self._costs.propose_seconds(num_rows, count) if proposes else 0.0)
+                max(costs.verify_seconds(num_rows, count), shortest)
+                + (costs.propose_seconds(num_rows, count) if proposes else 0.0)
                 for count in self._config.draft_counts
             )
         return known

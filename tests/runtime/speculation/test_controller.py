@@ -181,3 +181,11 @@ def test_without_costs_it_assumes_some_and_tells_none() -> None:
     teach(ours, num_accepted=4)
     assert ours.num_drafts(1) == 4
     assert ours.seconds(1, 4) == ours.plain_seconds(1) == 0.0
+
+
+def test_extrapolated_noise_is_no_time_below_zero() -> None:
+    costs = StepCosts((1, 4), (0, 4), ((1.0, 1.1), (0.9, 1.0)), ((0.0, 0.1), (0.0, 0.1)))
+    ours = controller(costs)
+    teach(ours, num_accepted=4)
+    assert ours.plain_seconds(64) == 1.0
+    assert ours.num_drafts(64) == 4
