@@ -78,7 +78,7 @@ class Speculation:
         """A step of ``num_rows`` requests gave this one ``num_tokens``, of which all but one were
         drafts."""
         if not chunk.num_drafts:
-            if self._host is not None and not request.num_in_flight_steps:
+            if self._host is not None:
                 self._host.watch(request)
             return
         num_accepted = num_tokens - 1
