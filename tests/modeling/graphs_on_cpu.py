@@ -17,10 +17,11 @@ from mini_infer.modeling import (
     step_result,
 )
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.device_state import DeviceState, StepInputs
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.sampler import Sampler
 from mini_infer.modeling.sampling_state import SamplingState
+from mini_infer.modeling.step_layout import StepLayout
 
 
 class Replayed:
@@ -83,4 +84,10 @@ def replay_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits if out is None else out.copy_(logits)
 
     monkeypatch.setattr(CausalLM, "compute_logits", logits_in_place)
+    find_starts, lay_out = DeviceState.with_known_starts, DeviceState.lay_out
+
+    def laid_out(state: DeviceState, layout: StepLayout) -> StepInputs:
+        return lay_out(state, find_starts(state, layout))  # of steps that are no graph's
+
     monkeypatch.setattr(DeviceState, "with_known_starts", lambda state, layout: layout)
+    monkeypatch.setattr(DeviceState, "lay_out", laid_out)
