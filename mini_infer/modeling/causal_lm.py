@@ -12,6 +12,7 @@ from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.layers import Embedding, Linear, RMSNorm
 from mini_infer.modeling.profiling import layer_range
 from mini_infer.modeling.rotary import RotaryEmbedding
+from mini_infer.parallel.group import SINGLE, TensorParallelGroup
 
 
 class CausalLM(nn.Module, ABC):
@@ -31,6 +32,10 @@ class CausalLM(nn.Module, ABC):
         """``max_model_len`` bounds the positions; by default the config's own limit."""
         super().__init__()
         self.config = config
+        self.whole_config = config
+        """The whole model's, where this is a rank's part of it."""
+        self.group: TensorParallelGroup = SINGLE
+        """The ranks that have its parts. All of them call the model alike."""
         self.kv_layout = config.kv_layout
         self.rotary = RotaryEmbedding(config, max_model_len or config.max_position_embeddings)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -49,10 +49,18 @@ class DummySource(WeightSource):
         tensor = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
         return self._draw(name, tensor)
 
-    def load_into(self, places: dict[str, Tensor]) -> Iterator[str]:
-        """Draws where the numbers shall stand: the same ones as ``get``, without a copy."""
+    def load_into(
+        self, places: dict[str, Tensor], rows: Mapping[str, range] | None = None
+    ) -> Iterator[str]:
+        """Draws where the numbers shall stand: the same ones as ``get``, without a copy. Some rows
+        of a tensor are copied from all of it, for a generator can't skip what comes before."""
         for name in list(places):
-            self._draw(name, places.pop(name))
+            place = places.pop(name)
+            if rows and name in rows:
+                place.copy_(self.get_part(name, 0, rows[name]))
+            else:
+                self._draw(name, place)
+            del place
             yield name
 
     def _draw(self, name: str, tensor: Tensor) -> Tensor:

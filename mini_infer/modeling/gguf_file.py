@@ -86,18 +86,24 @@ class GGUFFile:
             raise UnsupportedModelError(f"{self.path}: the GGUF metadata lacks {key!r}")
         return self.metadata[key]
 
-    def dequantize(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor as float32, in memory of its own."""
+    def dequantize(self, name: str, part: range | None = None) -> npt.NDArray[np.float32]:
+        """One tensor, or ``part`` of its rows, as float32, in memory of its own."""
         info = self.tensors[name]
+        if part is None:
+            part = range(info.shape[0])
+        shape, row = (len(part), *info.shape[1:]), info.num_bytes // info.shape[0]
+        offset, size = info.offset + part.start * row, len(part) * row
+        if not size:
+            return np.empty(shape, dtype=np.float32)
         # Mapped anew each time: pages of a lasting map would count as this process's memory.
-        raw = np.memmap(self.path, np.uint8, "r", info.offset, (info.num_bytes,))
+        raw = np.memmap(self.path, np.uint8, "r", offset, (size,))
         if info.quantization is GGMLQuantizationType.F32:
-            return np.array(raw.view(np.float32).reshape(info.shape))
+            return np.array(raw.view(np.float32).reshape(shape))
         if info.quantization is GGMLQuantizationType.F16:
-            return raw.view(np.float16).reshape(info.shape).astype(np.float32)
-        rows = raw.reshape(math.prod(info.shape[:-1]), -1)
+            return raw.view(np.float16).reshape(shape).astype(np.float32)
+        rows = raw.reshape(math.prod(shape[:-1]), -1)
         values = np.asarray(dequantize(rows, info.quantization), dtype=np.float32)
-        return values.reshape(info.shape)
+        return values.reshape(shape)
 
     def _parse(self, cursor: "_Cursor") -> None:
         if cursor.take(len(MAGIC)) != MAGIC:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mini_infer.core.errors import WeightsError
@@ -68,9 +70,23 @@ class GGUFSource(WeightSource):
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in float32, in memory of its own."""
-        tensor = torch.from_numpy(self._file.dequantize(self._gguf_name(name)))
+        return self._unpermuted(name, self._file.dequantize(self._gguf_name(name)))
+
+    def get_part(self, name: str, dim: int, part: range) -> torch.Tensor:
+        """See ``WeightSource.get_part``; of queries' and keys' rows whole heads. Of columns, which
+        may begin within a block, all are dequantised."""
+        if dim:
+            return super().get_part(name, dim, part)
+        return self._unpermuted(name, self._file.dequantize(self._gguf_name(name), part))
+
+    def _unpermuted(self, name: str, rows: npt.NDArray[np.float32]) -> torch.Tensor:
+        """Rows of a tensor of the file in Hugging Face's order."""
+        tensor = torch.from_numpy(rows)
         num_heads = self._num_heads_of_permuted.get(name.split(".")[-2], 0)
-        return unpermute_rotary_rows(tensor, num_heads) if num_heads else tensor
+        if not num_heads:
+            return tensor
+        head_dim = self.shape(name)[0] // num_heads
+        return unpermute_rotary_rows(tensor, len(tensor) // head_dim)
 
     def _gguf_name(self, name: str) -> str:
         try:

@@ -11,29 +11,37 @@ from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.dummy_source import DummySource
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.safetensors_source import SafetensorsSource
+from mini_infer.modeling.sharding import Shard, build_shard
 from mini_infer.modeling.weight_memory import check_memory
 from mini_infer.modeling.weights import WeightSource, build_model
+from mini_infer.parallel.group import SINGLE, TensorParallelGroup
 
 logger = logging.getLogger(__name__)
 
 
-def load_model(config: EngineConfig, files: ModelFiles) -> CausalLM:
-    """Builds the architecture and streams its weights in, in ``config.dtype``.
+def load_model(
+    config: EngineConfig, files: ModelFiles, group: TensorParallelGroup = SINGLE
+) -> CausalLM:
+    """Builds the architecture, or the part of it that this rank of ``group`` has, and streams its
+    weights in, in ``config.dtype``.
 
     Raises:
         OutOfMemoryError: the weights alone exceed the free memory.
         WeightsError: the checkpoint does not fit the architecture.
     """
     begin = time.perf_counter()
-    check_memory(config)
+    shard = Shard(config.model_config, group.rank, group.size)
+    if (
+        group.size == 1 or config.device == "cuda"
+    ):  # a CPU's ranks share its memory: see who starts them
+        check_memory(config, shard.config)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    model = build_model(
-        config.model_config,
-        open_source(config, files, dtype),
-        dtype,
-        config.device,
-        config.max_model_len + config.max_drafts_ahead,
-    )
+    source = open_source(config, files, dtype)
+    target = dtype, config.device, config.max_model_len + config.max_drafts_ahead
+    if group.size > 1:
+        model = build_shard(shard, group, source, *target)
+    else:
+        model = build_model(config.model_config, source, *target)
     if config.device == "cuda":
         torch.cuda.synchronize()  # a GPU draws random weights after it was told to
     else:

@@ -19,6 +19,7 @@ from mini_infer.modeling.load import load_model
 from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
+from mini_infer.modeling.proposers.agreed import agreed
 from mini_infer.modeling.proposers.draft_model import load_draft_model
 from mini_infer.modeling.proposers.load import load_device_proposer
 from mini_infer.modeling.proposers.proposer import DeviceProposer, FollowingProposer
@@ -34,6 +35,7 @@ from mini_infer.modeling.step_result import (
     device_failures,
 )
 from mini_infer.modeling.upload import to_device
+from mini_infer.parallel.group import SINGLE, TensorParallelGroup
 
 
 class ModelRunner:
@@ -42,8 +44,12 @@ class ModelRunner:
     Which phase a request is in is nobody's business here: a chunk is a slot, a start and a length.
     """
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, group: TensorParallelGroup = SINGLE
+    ) -> None:
+        """``group`` are the ranks that share the model: they execute the same steps."""
         self.config = config
+        self.group = group
         self.device = torch.device(config.device)
         self.caches: list[KVCache] = []
         self._files = files
@@ -56,7 +62,7 @@ class ModelRunner:
     def load(self) -> None:
         """Builds the model, a draft model if there is one, and their weights on the device."""
         speculation = self.config.speculative_config
-        self.model = load_model(self.config, self._files)
+        self.model = load_model(self.config, self._files, self.group)
         if speculation is not None and speculation.method == "draft_model":
             self._draft_model = load_draft_model(self.config)
         self.state = DeviceState(self.config, self.device)
@@ -78,7 +84,7 @@ class ModelRunner:
             self.state.set_null_block(num_blocks)
         if config.speculates_on_device:
             target = config, self.model, self.caches, self.state
-            self.proposer = load_device_proposer(*target, self._draft_model)
+            self.proposer = agreed(load_device_proposer(*target, self._draft_model), self.group)
         if config.speculative_config is not None:
             self._speculative = SpeculativeSteps(config, self.state, self._sampler, self.proposer)
 

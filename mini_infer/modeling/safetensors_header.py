@@ -5,7 +5,7 @@ gap. https://huggingface.co/docs/safetensors
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,6 +53,14 @@ class StoredTensor:
                 f"floating-point number: quantised safetensors can't be loaded, use a GGUF file "
                 "or the checkpoint before its quantisation"
             ) from None
+
+    def rows(self, part: range) -> "StoredTensor":
+        """Some of its rows, which follow each other, as if they were a tensor."""
+        row = self.nbytes // self.shape[0]
+        shape = (len(part), *self.shape[1:])
+        return replace(
+            self, offset=self.offset + part.start * row, nbytes=len(part) * row, shape=shape
+        )
 
 
 def read_header(path: Path) -> list[StoredTensor]:

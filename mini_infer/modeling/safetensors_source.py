@@ -1,7 +1,7 @@
 """A folder of safetensors: one file, or shards with an index."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -57,14 +57,33 @@ class SafetensorsSource(WeightSource):
             raise unreadable(path, error) from None
         return tensor
 
-    def load_into(self, places: dict[str, Tensor]) -> Iterator[str]:
+    def get_part(self, name: str, dim: int, part: range) -> Tensor:
+        path = self._tensors[name].path
+        which = (slice(None),) * dim + (slice(part.start, part.stop),)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_slice(name)[which]
+        except (SafetensorError, OSError) as error:
+            raise unreadable(path, error) from None
+        return tensor
+
+    def load_into(
+        self, places: dict[str, Tensor], rows: Mapping[str, range] | None = None
+    ) -> Iterator[str]:
         tensors = [self._tensors[name] for name in places]
         for tensor in tensors:
             tensor.dtype  # noqa: B018 - raises where it is no weight's, before anything is read
         if any(place.is_cuda for place in places.values()):
-            yield from stream_tensors(tensors, places)
+            parts = rows or {}
+            yield from stream_tensors(
+                [
+                    tensor.rows(parts[tensor.name]) if tensor.name in parts else tensor
+                    for tensor in tensors
+                ],
+                places,
+            )
         else:
-            yield from super().load_into(places)
+            yield from super().load_into(places, rows)
 
 
 def _files(folder: Path) -> list[Path]:

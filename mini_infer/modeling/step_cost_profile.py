@@ -93,28 +93,30 @@ def _of_launches(runner: ModelRunner, rows: tuple[int, ...], most_drafts: int) -
     counts = tuple(sorted({0, 1, most_drafts}))
     verify: list[tuple[float, ...]] = []
     propose: list[tuple[float, ...]] = []
+    slowest = runner.group.slowest
     begin = time.perf_counter()
     for num_rows in rows:
-        if len(verify) >= 2 and time.perf_counter() - begin > MOST_SECONDS:
+        if len(verify) >= 2 and slowest(time.perf_counter() - begin) > MOST_SECONDS:
             break
         runner.execute(_admissions(config, num_rows, context)).result()
         batches = [_verification(num_rows, context, count) for count in counts]
-        seconds = [_seconds(partial(_run, runner, batch)) for batch in batches]
+        seconds = [_seconds(partial(_run, runner, batch), slowest) for batch in batches]
         propose_so_many = partial(_propose, runner, num_rows, context)
-        proposing = [_seconds(partial(propose_so_many, count)) for count in counts[1:]]
+        proposing = [_seconds(partial(propose_so_many, count), slowest) for count in counts[1:]]
         verify.append(tuple(seconds))
         propose.append((0.0, *proposing))
     _clean(runner)
     return StepCosts(rows[: len(verify)], counts, tuple(verify), tuple(propose))
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    """The least of a few runs, or of one that takes long."""
+def _seconds(work: Callable[[], None], slowest: Callable[[float], float]) -> float:
+    """The least of a few runs, or of one that takes long; of each, what the ``slowest`` rank took,
+    so that all ranks go on together."""
     times: list[float] = []
     while len(times) < 3 and sum(times) < LONG_RUN:
         begin = time.perf_counter()
         work()
-        times.append(time.perf_counter() - begin)
+        times.append(slowest(time.perf_counter() - begin))
     return min(times)
 
 

@@ -32,23 +32,26 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: str) -> int:
     return sum(nbytes.values())
 
 
-def check_memory(config: EngineConfig) -> None:
+def check_memory(config: EngineConfig, part: ModelConfig | None = None) -> None:
     """Linux kills a process that takes too much memory; an error that says so is kinder.
+
+    ``part`` is what this device will hold of a model that is spread over several.
 
     Raises:
         OutOfMemoryError: the weights exceed the free memory; the message says what would fit.
     """
-    needed, free = _needed(config, config.dtype), _free(config.device)
+    model = part or config.model_config
+    needed, free = _needed(config, model, config.dtype), _free(config.device)
     if needed > free:
         place = "" if config.device == "cpu" else f" on {torch.cuda.get_device_name()}"
         raise OutOfMemoryError(
             f"the weights of {config.model} need {needed / GIB:.1f} GiB in {config.dtype}, "
-            f"{free / GIB:.1f} GiB are free{place}: {_what_fits(config, free)}"
+            f"{free / GIB:.1f} GiB are free{place}: {_what_fits(config, model, free)}"
         )
 
 
-def _needed(config: EngineConfig, dtype: str) -> int:
-    return weight_bytes(config.model_config, getattr(torch, dtype), config.device)
+def _needed(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
+    return weight_bytes(model, getattr(torch, dtype), config.device)
 
 
 def _free(device: str) -> int:
@@ -58,8 +61,8 @@ def _free(device: str) -> int:
     return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def _what_fits(config: EngineConfig, free: int) -> str:
+def _what_fits(config: EngineConfig, model: ModelConfig, free: int) -> str:
     for dtype in HALF_DTYPES[config.device]:
-        if config.dtype == "float32" and (needed := _needed(config, dtype)) <= free:
+        if config.dtype == "float32" and (needed := _needed(config, model, dtype)) <= free:
             return f"dtype {dtype} would fit with {needed / GIB:.1f} GiB"
     return f"at most {free / 2 / 1e9:.1f} billion parameters of two bytes fit: use a smaller model"

@@ -5,7 +5,7 @@ copied into its place and dropped, and a layer packs its weights as soon as its 
 operating system counts memory only once it is written, so memory peaks at the model plus one layer.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,8 +39,21 @@ class WeightSource(Protocol):
             WeightsError: the data can't be read.
         """
 
-    def load_into(self, places: dict[str, Tensor]) -> Iterator[str]:
-        """Copies tensors into their places, converted to the places' dtype.
+    def get_part(self, name: str, dim: int, part: range) -> Tensor:
+        """Of the tensor, the rows (``dim`` 0) or columns (1) ``part``, which follow each other.
+
+        A source that can reads no others.
+
+        Raises:
+            WeightsError: the data can't be read.
+        """
+        return self.get(name).narrow(dim, part.start, len(part))
+
+    def load_into(
+        self, places: dict[str, Tensor], rows: Mapping[str, range] | None = None
+    ) -> Iterator[str]:
+        """Copies tensors into their places, converted to the places' dtype; of those in ``rows``,
+        only these.
 
         Yields a tensor's name once it is there and its place is gone from ``places``: no view of a
         parameter is left that its layer may drop.
@@ -49,7 +62,10 @@ class WeightSource(Protocol):
             WeightsError: the data can't be read.
         """
         for name in list(places):
-            places.pop(name).copy_(self.get(name))
+            part = None if rows is None else rows.get(name)
+            tensor = self.get(name) if part is None else self.get_part(name, 0, part)
+            places.pop(name).copy_(tensor)
+            del tensor
             yield name
 
 
@@ -66,7 +82,15 @@ def build_model(
         UnsupportedModelError: the architecture is not implemented.
         WeightsError: the checkpoint does not fit it.
     """
-    model = empty_model(config, dtype, device, max_model_len)
+    return fill_model(empty_model(config, dtype, device, max_model_len), source)
+
+
+def fill_model(model: CausalLM, source: WeightSource) -> CausalLM:
+    """Loads an empty model's weights, and makes it ready for inference; returns it.
+
+    Raises:
+        WeightsError: the checkpoint does not fit it.
+    """
     unfinished = _unfinished_layers(model)
     nbytes = {name: place.nbytes for name, place in checkpoint_places(model).items()}
     with tqdm(
@@ -111,10 +135,26 @@ def load_weights(model: CausalLM, source: WeightSource) -> Iterator[str]:
         WeightsError: a tensor is missing, surplus or misshapen; the message names it.
     """
     places = checkpoint_places(model)
+    names = _checked_names(model, places, source)
+    yield from source.load_into({name: places.pop(name) for name in names})
+
+
+def check_checkpoint(config: ModelConfig, source: WeightSource) -> None:
+    """Does ``source`` hold the tensors of a model of ``config``, no more and no less? Reads none.
+
+    Raises:
+        WeightsError: a tensor is missing, surplus or misshapen; the message names it.
+    """
+    model = empty_model(config, torch.float32, "meta", max_model_len=1)
+    _checked_names(model, checkpoint_places(model), source)
+
+
+def _checked_names(model: CausalLM, places: dict[str, Tensor], source: WeightSource) -> list[str]:
+    """The names that fill ``places``, in the source's order."""
     names = [name for name in source.names() if not _is_redundant(model, name)]
     _check_names(places, names)
     _check_shapes(places, names, source)
-    yield from source.load_into({name: places.pop(name) for name in names})
+    return names
 
 
 def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What a graph of a step with chunks reads, without a GPU: padding must change nothing."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mini_infer.modeling import chunk_graphs
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.step_layout import StepLayout
+from mini_infer.parallel.group import SINGLE
 from tests.runtime.fake_executor import make_config
 
 CONFIG = make_config(max_num_seqs=20, max_model_len=64, block_size=4, max_num_batched_tokens=100)
@@ -52,7 +54,8 @@ def step() -> ScheduledBatch:
 
 def graphs_over(state: DeviceState, config: EngineConfig = CONFIG) -> ChunkGraphs:
     hidden = torch.zeros(config.max_num_seqs + 1, config.model_config.hidden_size)
-    return ChunkGraphs(config, None, [], state, hidden, None)  # type: ignore[arg-type]
+    model = SimpleNamespace(group=SINGLE)
+    return ChunkGraphs(config, model, [], state, hidden, None)  # type: ignore[arg-type]
 
 
 def inputs(

@@ -61,7 +61,7 @@ class DraftHead(Layer):
             self.q_norm = None
         self.o_proj = Linear(heads_size, size, _has_bias(attention.o_proj))
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, _has_bias(layer.mlp.down_proj))
+        self.mlp = GatedMLP(size, config.intermediate_size, _has_bias(layer.mlp.gate_up_proj))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = Linear(size, num_tokens)
         self.register_buffer("token_ids", torch.empty(num_tokens, dtype=torch.int64))

@@ -15,6 +15,9 @@ from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.layers import Layer
 from mini_infer.modeling.proposers.head import DraftHead
 from mini_infer.modeling.safetensors_source import SINGLE_FILE, SafetensorsSource
+from mini_infer.modeling.sharded_source import ShardedSource
+from mini_infer.modeling.sharding import add_up_products, shard_of
+from mini_infer.modeling.weights import WeightSource
 
 CONFIG_FILE = "config.json"
 KIND = "MiniInferDraftHead"
@@ -37,9 +40,10 @@ TRAIN_ONE = "train one for this model with 'mini-infer train-draft'"
 
 def fingerprint(model: CausalLM) -> Tensor:
     """A sample of the target's embeddings, in float32: of a shape that the model's gives."""
-    table = model.embed_tokens.weight
-    rows = torch.linspace(0, len(table) - 1, FINGERPRINT_ROWS, device=table.device).long()
-    return table[rows, :FINGERPRINT_COLUMNS].float().cpu()
+    device, last = model.embed_tokens.weight.device, model.config.vocab_size - 1
+    rows = torch.linspace(0, last, FINGERPRINT_ROWS, device=device).long()
+    embedded: Tensor = model.embed_tokens(rows)
+    return embedded[:, :FINGERPRINT_COLUMNS].float().cpu().contiguous()
 
 
 def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch.dtype) -> None:
@@ -68,11 +72,14 @@ def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftH
         WeightsError: a file is damaged.
         UnsupportedModelError: so is ``config.json``, or the model has layers of another kind.
     """
-    num_tokens = _check_config(folder, model.config)
+    num_tokens = _check_config(folder, model.whole_config)
     device = model.embed_tokens.weight.device
     with torch.device("meta"):
         head = DraftHead(model, num_tokens)
-    source = SafetensorsSource(folder)
+    source: WeightSource = SafetensorsSource(folder)
+    if model.group.size > 1:  # it attends to this rank's keys only, as the target's layers do
+        source = ShardedSource(source, shard_of(model).cut)
+        add_up_products(head, model.group)
     expected = {name: tuple(place.shape) for name, place in head.state_dict().items()}
     expected[FINGERPRINT] = tuple(fingerprint(model).shape)
     found = {name: source.shape(name) for name in source.names()}

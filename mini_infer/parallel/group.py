@@ -1,0 +1,141 @@
+"""The ranks that hold the parts of one model, and what they say to each other.
+
+Every rank runs the same steps in the same order, so every rank calls the same collectives in the
+same order. Their results are bitwise the same on all ranks: each sum is made in one place.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from mini_infer.core.errors import EngineDeadError
+
+COLLECTIVE_SECONDS = 6.0
+"""How long ranks on a CPU wait for one that does not come. They do the same work at the same time,
+so even a step of a minute has them apart for a moment only."""
+DEVICE_COLLECTIVE_SECONDS = 60.0
+"""The same on GPUs, where the first collective builds all connections. What hangs is found sooner,
+by who waits for the step."""
+LOOPBACK = Path("/sys/class/net/lo")
+
+
+class CollectiveError(EngineDeadError):
+    """Another rank is gone, or did not come: no further step can work."""
+
+
+class TensorParallelGroup:
+    """Of one rank: it holds the whole model, and nobody has to be told anything."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """``x`` itself, now the sum of all ranks' ``x``."""
+        return x
+
+    def all_gather_columns(self, x: Tensor, num_columns: int, out: Tensor | None = None) -> Tensor:
+        """``x [R, C]`` of all ranks side by side, in their order: the first ``num_columns``.
+
+        ``out [R, num_columns]`` is where to put them, for a CUDA graph.
+        """
+        return x if out is None else out.copy_(x)
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        """``x`` itself, now with what rank 0 has in it."""
+        return x
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of what the ranks measured: who decides by the clock must decide alike."""
+        return seconds
+
+    def close(self) -> None:
+        """Leaves the group; harmless when called twice."""
+
+
+SINGLE = TensorParallelGroup()
+
+
+class DistributedGroup(TensorParallelGroup):
+    """All processes of ``torch.distributed``: gloo on a CPU, NCCL on GPUs."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self._device = rank, size, device
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        with _collective():
+            dist.all_reduce(x)
+        return x
+
+    def all_gather_columns(self, x: Tensor, num_columns: int, out: Tensor | None = None) -> Tensor:
+        parts = x.new_empty(self.size, *x.shape)
+        with _collective():
+            dist.all_gather_into_tensor(parts.view(-1, x.shape[1]), x.contiguous())
+        return side_by_side(parts, num_columns, out)
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        with _collective():
+            dist.broadcast(x, src=0)
+        return x
+
+    def slowest(self, seconds: float) -> float:
+        longest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        with _collective():
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return float(longest)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def side_by_side(parts: Tensor, num_columns: int, out: Tensor | None = None) -> Tensor:
+    """``parts [N, R, C]`` -> ``[R, num_columns]``, contiguous: part 0's columns, then part 1's."""
+    size = parts.shape[2]
+    columns = [
+        part[:, : max(0, num_columns - size * index)] for index, part in enumerate(parts.unbind())
+    ]
+    return torch.cat(columns, dim=1, out=out)
+
+
+def join_ranks(rank: int, size: int, device: torch.device, folder: Path) -> TensorParallelGroup:
+    """Meets the other ranks of this host; all of them must be on their way.
+
+    They find each other through a file in ``folder``, and take ports that the system chooses: no
+    port is anybody's to be taken.
+
+    Raises:
+        CollectiveError: they did not come.
+    """
+    if size == 1:
+        return SINGLE
+    on_gpu = device.type == "cuda"
+    if not on_gpu and LOOPBACK.exists():  # else gloo listens where the host's name leads
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK.name)
+    seconds = DEVICE_COLLECTIVE_SECONDS if on_gpu else COLLECTIVE_SECONDS
+    with _collective():
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=FileStore(str(folder / "ranks"), size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=seconds),
+            device_id=device if on_gpu else None,
+        )
+    return DistributedGroup(rank, size, device)
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """Gives a failed collective its type."""
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise CollectiveError(f"another rank is gone or hangs ({first_line})") from error
