@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.engine_config import EngineConfig
+from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.speculative_config import MAX_DRAFTS, MAX_SPECULATING_ROWS
 from mini_infer.kernels import ops
 from mini_infer.kernels.metadata import AttentionMetadata
@@ -265,6 +266,7 @@ class ProposeGraphs(ShapedGraphs):
     ) -> None:
         """``proposer`` is None where drafts come from the host."""
         speculation = config.speculative_config
+        self._method = "" if speculation is None else speculation.method
         counts: tuple[int, ...] = () if speculation is None else speculation.draft_counts
         shapes = shapes_of(config, counts if proposer is not None else counts[:1])
         super().__init__(shapes, (state.null_slot, 0, sampled.nobodys), state.device, pool)
@@ -273,6 +275,23 @@ class ProposeGraphs(ShapedGraphs):
         size = max(row_sizes(config), default=0), max(counts, default=0)
         self._num_accepted = torch.zeros(size[0], dtype=torch.int64, device=state.device)
         self._drafts = torch.zeros(size, dtype=torch.int64, device=state.device)
+
+    def capture(self, shapes: Sequence[Shape] | None = None) -> None:
+        """See ``ShapedGraphs.capture``.
+
+        Raises:
+            InvalidConfigError: a user's own proposer does what no graph can hold.
+        """
+        try:
+            super().capture(shapes)
+        except torch.AcceleratorError as error:
+            if ":" not in self._method:
+                raise
+            reason = str(error).partition("\n")[0]
+            raise InvalidConfigError(
+                f"speculative_config: {self._method} can't be recorded as a CUDA graph ({reason}): "
+                f"it must not ask the host for values of tensors; or set enforce_eager"
+            ) from error
 
     def shape_for(self, layout: StepLayout) -> Shape | None:
         """The graph for the sampled chunks of a step that speculates; None where they are too

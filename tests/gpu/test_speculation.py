@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.outputs import RequestOutput
 from mini_infer.core.sampling_params import SamplingParams
 from tests.gpu.small_engines import GREEDY, mixed_params, open_llm, prompts, write_config
@@ -137,3 +138,12 @@ def test_admissions_among_speculating_requests_never_wait_either(folder: Path) -
         llm.generate(repeating(), mixed_params(), use_tqdm=False)  # compiles
         with no_synchronisation():
             llm.generate(repeating(), mixed_params(), use_tqdm=False)
+
+
+def test_a_proposer_that_asks_the_host_runs_without_graphs_only(
+    folder: Path, expected: list[list[int]]
+) -> None:
+    config = speculation("some right", method="tests.modeling.half_right:AsksTheHost")
+    with pytest.raises(InvalidConfigError, match="AsksTheHost can't be recorded"):
+        run(folder, speculative_config=config)
+    assert token_ids(run(folder, speculative_config=config, enforce_eager=True)) == expected

@@ -1,18 +1,23 @@
 """Steps with drafts as graphs: without a GPU, what they would replay gives the same tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.modeling import speculative_graphs
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.speculative_graphs import (
+    ProposeGraphs,
     Shape,
     VerifyGraphs,
     most_samples,
@@ -107,6 +112,20 @@ def test_replays_give_the_tokens_of_plain_decoding(
     assert outputs(params, speculative_config=speculation, depth=depth) == expected
     assert {num_drafts for _, num_drafts in verified} >= {3}
     assert len({num_rows for num_rows, _ in verified}) > 1
+
+
+def test_a_proposer_that_no_graph_can_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_graphs(monkeypatch)
+
+    def record(step: Callable[[], None], pool: Any) -> None:
+        if isinstance(getattr(step, "func").__self__, ProposeGraphs):  # noqa: B009
+            raise torch.AcceleratorError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(speculative_graphs, "record", record)
+    with pytest.raises(InvalidConfigError, match=r"HalfRight can't be recorded .*not permitted"):
+        tiny_engine(speculative_config=HALF_RIGHT)
+    with pytest.raises(torch.AcceleratorError):
+        tiny_engine(speculative_config=replace(HALF_RIGHT, method="early_exit", num_layers=1))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
