@@ -1,7 +1,9 @@
 """How likely drafts are right, measured as they are verified, with a memory that fades."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import exp
+from operator import mul
 
 PREDECESSOR_WEIGHT = 1.0
 """In samples: how much a position's rate follows that of the one before."""
@@ -33,9 +35,8 @@ class Acceptance:
         expected of them: so those that failed are tried again.
         """
         kept = exp(-weight / memory)
-        for position in range(len(self._judged)):
-            self._judged[position] *= kept
-            self._right[position] *= kept
+        self._judged = [kept * judged for judged in self._judged]
+        self._right = [kept * right for right in self._right]
         for position in range(min(num_accepted + 1, num_drafts)):
             self._judged[position] += weight
         for position in range(num_accepted):
@@ -50,18 +51,13 @@ class Acceptance:
 
     def rates(self) -> list[float]:
         """Of each position, the share that is right, given that all before it are."""
-        rate = self._right[0] / self._judged[0]
-        rates = [rate]
-        for judged, right in zip(self._judged[1:], self._right[1:], strict=True):
-            rate = (right + PREDECESSOR_WEIGHT * rate) / (judged + PREDECESSOR_WEIGHT)
-            rates.append(rate)
+        before, weight = self._right[0] / self._judged[0], PREDECESSOR_WEIGHT
+        rates = []
+        for judged, right in zip(self._judged, self._right, strict=True):
+            before = (right + weight * before) / (judged + weight)
+            rates.append(before)
         return rates
 
     def survival(self) -> list[float]:
         """Of each position, how likely a draft there is accepted: all before it must be, too."""
-        survival: list[float] = []
-        product = 1.0
-        for rate in self.rates():
-            product *= rate
-            survival.append(product)
-        return survival
+        return list(accumulate(self.rates(), mul))

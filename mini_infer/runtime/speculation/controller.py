@@ -31,6 +31,8 @@ PROBE_SHARE = 0.006
 MAX_PATIENCE = 4.0
 PROBED_SAMPLES = 8.0
 """Samples that are remembered while probing."""
+HOST_SECONDS_PER_ROW = 2e-5
+"""What proposing on the host, and learning from it, takes."""
 ASSUMED_COSTS = StepCosts(
     rows=(1, MAX_SPECULATING_ROWS),
     drafts=(0, 16),
@@ -54,12 +56,14 @@ class DraftController:
     def __init__(
         self, config: SpeculativeConfig, costs: StepCosts | None, host_seconds: float = 0.0
     ) -> None:
-        """``host_seconds`` is what a step with drafts of a host's proposer takes longer, as it is
-        not scheduled while another is in flight."""
+        """``host_seconds`` is what a step with a host's drafts takes longer, as it is not scheduled
+        while another is in flight; 0 where drafts are the device's."""
         self._config = config
         self._measured = costs is not None
         self._costs = costs or ASSUMED_COSTS
-        self._host_seconds = 0.0 if config.on_device else host_seconds
+        proposes_on_host = costs is not None and not config.on_device
+        self._host_seconds = host_seconds
+        self._host_seconds_per_row = HOST_SECONDS_PER_ROW if proposes_on_host else 0.0
         self._seconds: dict[int, tuple[float, ...]] = {}
         """Of each number of requests: what a step takes with each of ``draft_counts``."""
         self._acceptance = Acceptance(config.num_speculative_tokens, [PRIOR_RATE], PRIOR_WEIGHT)
@@ -112,7 +116,7 @@ class DraftController:
             expected: for each position, how many drafts there will be accepted, of all requests.
             share: of the steps so planned, those that will have any draft.
         """
-        plain, host = self._plain(num_rows), self._host_seconds
+        plain, host = self._plain(num_rows), self._host(num_rows)
         best, best_gain = 0, 0.0
         for count, seconds in zip(
             self._config.draft_counts, self._step_seconds(num_rows), strict=True
@@ -130,7 +134,7 @@ class DraftController:
 
     def charge(self, num_rows: int, num_drafts: int) -> None:
         """A step has drafts: what it takes beyond a plain one is paid."""
-        self._credit -= self._lookup(num_rows, num_drafts) + self._host_seconds
+        self._credit -= self._lookup(num_rows, num_drafts) + self._host(num_rows)
         self._credit += self._plain(num_rows)
 
     def earn(self, num_accepted: int) -> None:
@@ -151,7 +155,9 @@ class DraftController:
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         """What a step takes that verifies so many drafts of each request, their proposing included;
         0 where no costs were measured."""
-        return self._lookup(num_rows, num_drafts) + self._host_seconds if self._measured else 0.0
+        if not self._measured:
+            return 0.0
+        return self._lookup(num_rows, num_drafts) + self._host(num_rows)
 
     def plain_seconds(self, num_rows: int) -> float:
         """What a plain step takes; 0 where no costs were measured."""
@@ -174,6 +180,9 @@ class DraftController:
 
     def _pay_in(self, seconds: float) -> None:
         self._credit = min(self._credit + seconds, MAX_CREDIT * self._plain(self._num_rows))
+
+    def _host(self, num_rows: int) -> float:
+        return self._host_seconds + num_rows * self._host_seconds_per_row
 
     def _plain(self, num_rows: int) -> float:
         return self._step_seconds(num_rows)[0]

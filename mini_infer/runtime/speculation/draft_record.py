@@ -1,4 +1,4 @@
-"""How a host's proposer fares, with one request or with all."""
+"""How a host's proposer fares with a request."""
 
 from math import exp
 
@@ -30,9 +30,7 @@ class DraftRecord:
         self.offered: float = offered
         """The share of steps for which there is a draft."""
 
-    def add(
-        self, num_drafts: int, num_judged: int, num_right: int, weight: float, length: float = 1.0
-    ) -> None:
+    def add(self, num_drafts: int, num_judged: int, num_right: int, weight: float) -> None:
         """Takes in a proposal, possibly of no drafts.
 
         Args:
@@ -40,14 +38,13 @@ class DraftRecord:
             num_judged: of these, as many as were compared with what came.
             num_right: of those, as many as were right before the first wrong one.
             weight: the number of proposals for which it stands.
-            length: how much longer than one request's the memory is.
         """
         if num_drafts:
-            self._acceptance.record(num_judged, num_right, ACCEPTANCE_MEMORY * length)
+            self._acceptance.record(num_judged, num_right, ACCEPTANCE_MEMORY)
         if num_judged == num_drafts:
             num_judged = min(num_drafts + 1, self._num_positions)  # behind them there was none
-        self._yield.record(num_judged, num_right, YIELD_MEMORY * length, weight)
-        share = exp(-weight / (YIELD_MEMORY * length))
+        self._yield.record(num_judged, num_right, YIELD_MEMORY, weight)
+        share = exp(-weight / YIELD_MEMORY)
         self.offered = share * self.offered + (1.0 - share) * (num_drafts > 0)
 
     def survival(self) -> list[float]:

@@ -64,8 +64,8 @@ class HostDrafts:
         self._proposer = proposer
         self._controller = controller
         self._rows: WeakKeyDictionary[Request, _Row] = WeakKeyDictionary()
-        self._everybody = DraftRecord(self._num_drafts)
-        """Of all requests: where a new one begins."""
+        self._latest = DraftRecord(self._num_drafts)
+        """Of the request that was judged last: with what a new one begins."""
         self._num_rows = 1
         self._forecast = _Forecast(self._num_drafts)
         self._on = not self._adaptive
@@ -87,8 +87,7 @@ class HostDrafts:
 
     def propose(self, requests: Sequence[Request], room: Sequence[int]) -> list[tuple[int, ...]]:
         """The drafts of each request's next step, at most ``room`` of each (none where that is
-        below 0): as many as are worth their time, by what was accepted of its own and of
-        everybody's."""
+        below 0): as many as are worth their time, by how those before fared."""
         room = [max(0, most) for most in room]
         proposals = self._ask(requests)
         if proposals is None:
@@ -162,7 +161,7 @@ class HostDrafts:
     def _row(self, request: Request) -> _Row:
         row = self._rows.get(request)
         if row is None:
-            record = DraftRecord(self._num_drafts, self._everybody)
+            record = DraftRecord(self._num_drafts, self._latest)
             row = self._rows[request] = _Row(record, record.survival(), record.expected())
         return row
 
@@ -195,8 +194,7 @@ class HostDrafts:
         weight = 1.0 if self._on or num_right else float(gap)
         row.record.add(num_drafts, num_judged, num_right, weight)
         row.survival, row.expected = row.record.survival(), row.record.expected()
-        everybody = 4.0 + self._num_rows
-        self._everybody.add(num_drafts, num_judged, num_right, weight, everybody)
+        self._latest = row.record
 
 
 class _Forecast:

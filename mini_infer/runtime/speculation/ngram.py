@@ -6,7 +6,6 @@ that are quoted, lists, loops.
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from weakref import WeakKeyDictionary
 
 from mini_infer.core.request import Request
@@ -53,11 +52,8 @@ class _Index:
         when a request is preempted."""
         end = len(token_ids)
         for length, last_ends in self._last_ends.items():
-            first = max(self._num_indexed, length)  # position behind the first new run
-            if first < end:
-                new = token_ids[first - length : end - 1]
-                runs = zip(*(islice(new, offset, None) for offset in range(length)), strict=False)
-                last_ends.update(zip(map(hash, runs), range(first, end), strict=True))
+            for place in range(max(self._num_indexed, length), end):
+                last_ends[hash(tuple(token_ids[place - length : place]))] = place
         self._num_indexed = end
 
     def continuation(self, token_ids: list[int], num_tokens: int) -> list[int]:

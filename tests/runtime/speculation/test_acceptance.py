@@ -68,14 +68,14 @@ def test_a_short_proposal_says_nothing_of_later_positions_but_yields_nothing_the
     assert record.expected() == pytest.approx([1, 0, 0], abs=0.15)
 
 
-def test_a_new_request_begins_with_what_is_known_of_all() -> None:
-    everybody = DraftRecord(4)
+def test_a_record_begins_with_what_another_knows() -> None:
+    other = DraftRecord(4)
     for _ in range(50):
-        everybody.add(4, 4, 3, weight=1, length=5)
-    new = DraftRecord(4, everybody)
-    assert new.survival() == pytest.approx(everybody.survival(), abs=0.2)
-    assert new.expected() == pytest.approx(everybody.expected(), abs=0.2)
-    assert new.offered == everybody.offered
+        other.add(4, 4, 3, weight=1)
+    new = DraftRecord(4, other)
+    assert new.survival() == pytest.approx(other.survival(), abs=0.2)
+    assert new.expected() == pytest.approx(other.expected(), abs=0.2)
+    assert new.offered == other.offered
     for _ in range(8):
         new.add(4, 4, 0, weight=1)
-    assert new.survival()[0] < 0.4 < everybody.survival()[0]
+    assert new.survival()[0] < 0.4 < other.survival()[0]
