@@ -55,7 +55,7 @@ def _of_replays(graphs: StepGraphs, rows: tuple[int, ...], counts: tuple[int, ..
     verify, propose = [], []
     for num_rows in rows:
         accepting = _replay_seconds(graphs.proposals, num_rows, 0)
-        seconds = [_device_seconds(partial(graphs.decodes.replay, num_rows))]
+        seconds = [_device_seconds(graphs.decodes.for_nobody(num_rows))]
         proposing = [0.0]
         for count in counts[1:]:
             seconds.append(accepting + _replay_seconds(graphs.verifications, num_rows, count))
