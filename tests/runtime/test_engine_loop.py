@@ -5,11 +5,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from mini_infer.core.events import Finished
 from mini_infer.core.outputs import RequestUpdate
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.engine_main import MAX_STEPS_AHEAD
-from mini_infer.runtime.engine_messages import Add, Answer, Call, Finish, Listen, News
+from mini_infer.runtime.engine_messages import (
+    EVENT_KINDS,
+    Add,
+    Answer,
+    Call,
+    Finish,
+    Listen,
+    News,
+)
 from mini_infer.runtime.engine_process import MAX_STEPS_BEHIND
 from tests.runtime.engine_host import ThreadHost
 
@@ -93,7 +102,7 @@ def test_of_what_was_never_queued_no_event_tells(host: ThreadHost) -> None:
 def test_only_events_that_somebody_listens_to_are_sent(engine: LLMEngine, host: ThreadHost) -> None:
     add(engine, host)
     assert news_of(host).events == []
-    host.link.send(Listen([9]))  # Finished
+    host.link.send(Listen([EVENT_KINDS.index(Finished)]))
     host.link.send(Finish(["a"], "abort"))
     events = []
     while not events:
