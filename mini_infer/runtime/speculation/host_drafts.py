@@ -18,9 +18,10 @@ from mini_infer.runtime.speculation.controller import DraftController
 from mini_infer.runtime.speculation.draft_record import DraftRecord
 from mini_infer.runtime.speculation.proposer import Proposer
 
-START_GAIN = 1.05
-STAY_GAIN = 1.01
-"""Predicted speed-up at which drafts are switched on, and below which off again."""
+START_GAIN = 1.025
+STAY_GAIN = 0.99
+"""Predicted speed-up at which drafts are switched on, and below which off again. They are not given
+up for a few steps in which they lost a little."""
 TRIED_ROWS = 8
 STRETCH = 32
 """In the shadow, so many requests are tried at a time, and of more each in its turn, for so many
