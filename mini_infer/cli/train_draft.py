@@ -28,6 +28,9 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--num-draft-tokens", default=16384, show_default=True, help="Vocabulary that is drafted from."
 )
+@click.option(
+    "--num-layers", default=1, show_default=True, help="Of the head: a draft is better, and dearer."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="[default: auto]")
 @click.option("--seed", default=0, show_default=True, help="Of the texts and of training.")
 def train_draft(
@@ -40,6 +43,7 @@ def train_draft(
     learning_rate: float,
     depth: int,
     num_draft_tokens: int,
+    num_layers: int,
     device: str | None,
     seed: int,
 ) -> None:
@@ -63,6 +67,7 @@ def train_draft(
         "learning_rate": learning_rate,
         "depth": depth,
         "num_draft_tokens": num_draft_tokens,
+        "num_layers": num_layers,
         "seed": seed,
     }
     record = train(output, options, training, num_tokens, prompts)

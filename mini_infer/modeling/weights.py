@@ -8,7 +8,7 @@ operating system counts memory only once it is written, so memory peaks at the m
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,17 @@ def _checked_names(model: CausalLM, places: dict[str, Tensor], source: WeightSou
     return names
 
 
-def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:
+class HasPackedNames(Protocol):
+    """A module that says what a checkpoint calls the parts of its packed projections."""
+
+    packed_names: ClassVar[dict[str, tuple[str, ...]]]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
+def checkpoint_places(model: HasPackedNames) -> dict[str, Tensor]:
     """Name in a checkpoint -> the view of a parameter that it fills.
 
     A packed projection appears as its parts: ``q_proj.weight`` is the first rows of ``qkv_proj``.
@@ -169,7 +179,9 @@ def checkpoint_places(model: CausalLM) -> dict[str, Tensor]:
     }
 
 
-def _parts(model: CausalLM, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+def _parts(
+    model: HasPackedNames, name: str, parameter: nn.Parameter
+) -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint calls a parameter, or each part of a packed one."""
     module_name, _, kind = name.rpartition(".")
     module = model.get_submodule(module_name)

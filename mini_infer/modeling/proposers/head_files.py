@@ -17,7 +17,7 @@ from mini_infer.modeling.proposers.head import DraftHead
 from mini_infer.modeling.safetensors_source import SINGLE_FILE, SafetensorsSource
 from mini_infer.modeling.sharded_source import ShardedSource
 from mini_infer.modeling.sharding import add_up_products, shard_of
-from mini_infer.modeling.weights import WeightSource
+from mini_infer.modeling.weights import WeightSource, checkpoint_places
 
 CONFIG_FILE = "config.json"
 KIND = "MiniInferDraftHead"
@@ -31,7 +31,7 @@ TARGET_FIELDS = (
     "num_kv_heads",
     "head_dim",
 )
-FINGERPRINT = "target_fingerprint"
+TOKEN_IDS, FINGERPRINT = "token_ids", "target_fingerprint"
 FINGERPRINT_ROWS, FINGERPRINT_COLUMNS = 32, 16
 FINGERPRINT_TOLERANCE = 0.02
 """A target is recognised in any dtype: bfloat16 has an error of 0.4 %."""
@@ -50,12 +50,12 @@ def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch
     """Writes a head for ``model`` in ``dtype``; the folder is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: (value.to(dtype) if value.is_floating_point() else value).contiguous().cpu()
-        for name, value in head.state_dict().items()
+        name: value.to("cpu", dtype).contiguous() for name, value in checkpoint_places(head).items()
     }
-    tensors[FINGERPRINT] = fingerprint(model)
+    tensors |= {TOKEN_IDS: head.token_ids.cpu(), FINGERPRINT: fingerprint(model)}
     config = {
         "architectures": [KIND],
+        "num_hidden_layers": len(head.layers),
         "num_draft_tokens": len(head.token_ids),
         "target": {name: getattr(model.config, name) for name in TARGET_FIELDS},
     }
@@ -70,50 +70,43 @@ def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftH
         ModelNotFoundError: no such folder, or it has no ``config.json``.
         InvalidConfigError: it holds something else, or the head of another target.
         WeightsError: a file is damaged.
-        UnsupportedModelError: so is ``config.json``, or the model has layers of another kind.
+        UnsupportedModelError: so is ``config.json``.
     """
-    num_tokens = _check_config(folder, model.whole_config)
-    device = model.embed_tokens.weight.device
-    with torch.device("meta"):
-        head = DraftHead(model, num_tokens)
+    num_layers, num_tokens = _check_config(folder, model.whole_config)
+    with torch.device(model.embed_tokens.weight.device):
+        head = DraftHead(model, num_tokens, num_layers).to(dtype)
     source: WeightSource = SafetensorsSource(folder)
     if model.group.size > 1:  # it attends to this rank's keys only, as the target's layers do
         source = ShardedSource(source, shard_of(model).cut)
         add_up_products(head, model.group)
-    expected = {name: tuple(place.shape) for name, place in head.state_dict().items()}
-    expected[FINGERPRINT] = tuple(fingerprint(model).shape)
-    found = {name: source.shape(name) for name in source.names()}
+    places = checkpoint_places(head)
+    places |= {TOKEN_IDS: head.token_ids, FINGERPRINT: torch.empty_like(fingerprint(model))}
+    expected = {name: tuple(place.shape) for name, place in places.items()}
+    found = {name: tuple(source.shape(name)) for name in source.names()}
     if found != expected:
-        wrong = sorted(name for name, _ in found.items() ^ expected.items())
+        wrong = sorted({name for name, _ in found.items() ^ expected.items()})
         raise WeightsError(
             f"{folder / SINGLE_FILE} does not fit its {CONFIG_FILE} ({', '.join(wrong)}): "
             f"{TRAIN_ONE}"
         )
-    tensors = {name: source.get(name) for name in expected}
-    same = torch.allclose(
-        tensors.pop(FINGERPRINT), fingerprint(model), rtol=FINGERPRINT_TOLERANCE, atol=1e-3
-    )
-    if not same:
+    for name, place in places.items():
+        place.copy_(source.get(name))
+    ours = fingerprint(model)
+    if not torch.allclose(places[FINGERPRINT], ours, rtol=FINGERPRINT_TOLERANCE, atol=1e-3):
         raise InvalidConfigError(
             f"the draft head in {folder} was trained for another model of the same shape: its "
             f"embeddings differ; {TRAIN_ONE}"
         )
-    _check_token_ids(tensors["token_ids"], model.config.vocab_size, folder)
-    head.load_state_dict(
-        {
-            name: value.to(device, dtype if value.is_floating_point() else value.dtype)
-            for name, value in tensors.items()
-        },
-        assign=True,
-    )
+    _check_token_ids(head.token_ids, model.whole_config.vocab_size, folder)
     for module in reversed(list(head.modules())):
         if isinstance(module, Layer):
             module.finish_loading()
     return head.eval()
 
 
-def _check_config(folder: Path, target: ModelConfig) -> int:
-    """How many tokens the head in ``folder`` drafts, once it is clear that it fits ``target``."""
+def _check_config(folder: Path, target: ModelConfig) -> tuple[int, int]:
+    """How many layers the head in ``folder`` has, and how many tokens it drafts, once it is clear
+    that it fits ``target``."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ModelNotFoundError(f"no draft head in {folder}: it has no {CONFIG_FILE}; {TRAIN_ONE}")
@@ -132,20 +125,18 @@ def _check_config(folder: Path, target: ModelConfig) -> int:
                 f"the draft head in {folder} is for a target with {name} {made_for.get(name)}, "
                 f"this one has {ours}: {TRAIN_ONE}"
             )
-    num_tokens = config.get("num_draft_tokens")
-    if (
-        not isinstance(num_tokens, int)
-        or isinstance(num_tokens, bool)
-        or not 1 <= num_tokens <= target.vocab_size
-    ):
-        raise WeightsError(f"{path}: num_draft_tokens must be within the vocabulary: {TRAIN_ONE}")
-    return num_tokens
+    limits = {"num_hidden_layers": target.num_layers, "num_draft_tokens": target.vocab_size}
+    sizes = {name: config.get(name) for name in limits}
+    for name, size in sizes.items():
+        if type(size) is not int or not 1 <= size <= limits[name]:
+            raise WeightsError(f"{path}: {name} must be from 1 to {limits[name]}: {TRAIN_ONE}")
+    return config["num_hidden_layers"], config["num_draft_tokens"]
 
 
 def _check_token_ids(token_ids: Tensor, vocab_size: int, folder: Path) -> None:
     """A device would not say that an id is out of range, but end."""
     rises = bool((token_ids[1:] > token_ids[:-1]).all())
-    if token_ids.dtype != torch.int64 or not rises:
-        raise WeightsError(f"{folder / SINGLE_FILE}: token_ids must be int64, ascending")
+    if not rises:
+        raise WeightsError(f"{folder / SINGLE_FILE}: token_ids must ascend")
     if int(token_ids[0]) < 0 or int(token_ids[-1]) >= vocab_size:
         raise WeightsError(f"{folder / SINGLE_FILE}: token_ids are outside the vocabulary")

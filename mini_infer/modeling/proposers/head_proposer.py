@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.kernels.metadata import AttentionMetadata
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.proposers.draft_inputs import draft_metadata
 from mini_infer.modeling.proposers.head_files import load_draft_head
 from mini_infer.modeling.proposers.proposer import DraftRows
 from mini_infer.modeling.sampler import Sampler
@@ -33,48 +33,24 @@ class HeadProposer:
         folder = Path(speculation.model).expanduser()
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._head = load_draft_head(folder, model, dtype)
-        self._model, self._cache, self._state = model, caches[-1], state
+        self._model, self._state = model, state
+        self._caches = caches[-len(self._head.layers) :]
         self._sampler = Sampler()
 
     def propose(self, rows: DraftRows, num_drafts: int) -> Tensor:
         """See ``DeviceProposer.propose``."""
-        state, head = self._state, self._head
-        token_ids, hidden = rows.token_ids, rows.hidden
-        meta = self._context(rows)
-        # [num_drafts + 1, R]: where the tokens to start from stand, and behind them the drafts. A
-        # request may end before its drafts do; none is at a position that the model has not.
-        steps = torch.arange(num_drafts + 1, device=token_ids.device)
-        positions = (rows.positions + steps[:, None]).clamp_max_(state.token_table.shape[1] - 1)
+        model, head, state = self._model, self._head, self._state
+        token_ids, positions, hidden = rows.token_ids, rows.positions, rows.hidden
         drafts = []
-        for step in range(num_drafts):
-            rope = self._model.rotary(positions[step])
-            embedded = self._model.embed_tokens(token_ids)
-            hidden = head(hidden, embedded, rope, self._cache, meta)
+        for _ in range(num_drafts):
+            _, meta = draft_metadata(state, rows.slots, positions)
+            embedded = model.embed_tokens(token_ids)
+            hidden = head(hidden, embedded, model.rotary(positions), self._caches, meta)
             logits = self._spread(head.compute_logits(hidden))
-            token_ids = self._sampler.draw_drafts(
-                logits, rows.slots, positions[step + 1], state.sampling
-            )
+            positions = positions + 1
+            token_ids = self._sampler.draw_drafts(logits, rows.slots, positions, state.sampling)
             drafts.append(token_ids)
         return torch.stack(drafts, dim=1)
-
-    def _context(self, rows: DraftRows) -> AttentionMetadata:
-        """One query a row, over the tokens before its last: those have keys, however many drafts
-        there will be."""
-        state, num_rows = self._state, len(rows.slots)
-        seqlens_k = rows.positions.clamp_min(1)  # a graph's surplus rows have none
-        limit = state.token_table.shape[1]
-        contexts = tuple(seqlens_k.tolist()) if seqlens_k.is_cpu else (limit,) * num_rows
-        return AttentionMetadata(
-            cu_seqlens_q=torch.arange(num_rows + 1, device=seqlens_k.device),
-            seqlens_k=seqlens_k,
-            block_table=state.block_table[rows.slots],
-            slot_mapping=seqlens_k,  # nothing is written
-            max_query_len=1,
-            max_seqlen_k=max(contexts),
-            query_lens=(1,) * num_rows,
-            context_lens=contexts,
-            backend=state.attention_backend,
-        )
 
     def _spread(self, logits: Tensor) -> Tensor:
         """``logits [R, Vd]`` in their places among the whole vocabulary's ``[R, V]``."""

@@ -79,8 +79,7 @@ class Distillation:
         return found
 
     def _unroll(self, texts: TargetTexts) -> list[Tensor]:
-        model = self._model
-        return unroll(self._head, texts, model.embed_tokens, model.rotary, self._depth)
+        return unroll(self._model, self._head, texts, self._depth)
 
     def _places(self, texts: TargetTexts) -> Iterator[tuple[Tensor, Tensor]]:
         """Texts and places whose next token is wanted, a few at a time."""

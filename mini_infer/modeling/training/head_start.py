@@ -1,7 +1,7 @@
 """A draft head before its first step of training, already useful.
 
-Its block is a copy of the target's last layer, which knows how to read the keys that it finds. What
-that layer wants is the residual stream below it, at a token that the target has not computed. The
+Its blocks are copies of the target's last layers, which know how to read the keys that they find.
+What they want is the residual stream below them, at a token that the target has not computed. The
 best linear guess of it, from the state at the token before and the token's embedding, is a least
 squares problem whose normal equations are small and solved at once.
 """
@@ -11,55 +11,29 @@ from torch import Tensor
 
 from mini_infer.kernels.reference import rms_norm
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.proposers.head import DraftHead, last_layer
+from mini_infer.modeling.proposers.head import DraftHead
 from mini_infer.modeling.training.target_pass import TargetTexts
 
 RIDGE = 1e-3
 """Of the mean square of the inputs: few texts say little about most directions."""
 
 
-def new_head(model: CausalLM, token_ids: Tensor) -> DraftHead:
+def new_head(model: CausalLM, token_ids: Tensor, num_layers: int = 1) -> DraftHead:
     """A head in float32 on the model's device that drafts ``token_ids [Vd]``, ascending.
 
-    Its block is the target's last layer; its two inputs are still added up as they are.
+    Its blocks are the target's last ones; its two inputs are still added up as they are.
     """
-    last, config = last_layer(model), model.config
-    device = model.embed_tokens.weight.device
-    with torch.device(device):
-        head = DraftHead(model, len(token_ids)).float()
-    attention = last.self_attn
-    heads_size = config.num_heads * config.head_dim
-    pairs = [
-        (head.input_layernorm.weight, last.input_layernorm.weight),
-        (head.q_proj.weight, attention.qkv_proj.weight[:heads_size]),
-        (head.o_proj.weight, attention.o_proj.weight),
-        (head.post_attention_layernorm.weight, last.post_attention_layernorm.weight),
-        (head.mlp.gate_up_proj.weight, last.mlp.gate_up_proj.weight),
-        (head.mlp.down_proj.weight, last.mlp.down_proj.weight),
-        (head.norm.weight, model.norm.weight),
-        (head.lm_head.weight, model.lm_head.weight[token_ids.to(device)]),
-        (head.token_ids, token_ids),
-    ]
-    if head.q_norm is not None:
-        pairs.append((head.q_norm.weight, attention.q_norm.weight))
-    biases = (
-        (head.q_proj.bias, attention.qkv_proj.bias),
-        (head.o_proj.bias, attention.o_proj.bias),
-        (head.mlp.gate_up_proj.bias, last.mlp.gate_up_proj.bias),
-        (head.mlp.down_proj.bias, last.mlp.down_proj.bias),
-    )
-    pairs += [
-        (ours, theirs[: len(ours)])
-        for ours, theirs in biases
-        if ours is not None and theirs is not None
-    ]
+    with torch.device(model.embed_tokens.weight.device):
+        head = DraftHead(model, len(token_ids), num_layers).float()
+    head.layers.load_state_dict(model.layers[-num_layers:].state_dict())
+    head.norm.load_state_dict(model.norm.state_dict())
     with torch.no_grad():
-        for ours, theirs in pairs:
-            ours.copy_(theirs)
+        head.lm_head.weight.copy_(model.lm_head.weight[token_ids])
+        head.token_ids.copy_(token_ids)
         for norm in (head.hidden_norm, head.token_norm):
             norm.weight.fill_(1.0)
         for product in (head.hidden_proj, head.token_proj):
-            product.weight.copy_(torch.eye(config.hidden_size, device=device))
+            torch.nn.init.eye_(product.weight)
     return head
 
 
@@ -74,7 +48,7 @@ class LeastSquares:
 
     @torch.no_grad()
     def add(self, texts: TargetTexts, below: Tensor) -> None:
-        """``below [B, L, hidden]`` is the residual stream that the last layer read."""
+        """``below [B, L, hidden]`` is the residual stream that the blocks' originals read."""
         known = texts.wanted[:, 1:]
         embedded = self._model.embed_tokens(texts.token_ids[:, 1:][known])
         pairs = _rms(texts.hidden[:, :-1][known]), _rms(embedded)

@@ -41,6 +41,8 @@ class HeadTraining:
         InvalidConfigError: a value out of range.
     """
 
+    num_layers: int = 1
+    """Of the head. Each costs a draft as much as one of the target's."""
     num_draft_tokens: int = 16384
     """The vocabulary that is drafted from."""
     depth: int = 3
@@ -50,7 +52,7 @@ class HeadTraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_tokens", "depth", "epochs"):
+        for name in ("num_layers", "num_draft_tokens", "depth", "epochs"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if not 0 < self.learning_rate < 1:
@@ -99,7 +101,7 @@ class HeadTrainer:
     """Trains a head for ``model``, whose weights stay as they are.
 
     The texts' states and last keys and values are computed once and kept on the model's device: a
-    token takes ``hidden_size + 2 * num_kv_heads * head_dim`` numbers.
+    token takes ``hidden_size + 2 * num_layers * num_kv_heads * head_dim`` numbers.
     """
 
     def __init__(
@@ -112,15 +114,20 @@ class HeadTrainer:
         """``model`` comes from ``load_plain_target``.
 
         Raises:
-            InvalidConfigError: fewer than two texts.
+            InvalidConfigError: fewer than two texts, or more layers than the model's own.
         """
+        if options.num_layers > model.config.num_layers:
+            raise InvalidConfigError(
+                f"num_layers must be at most the model's own {model.config.num_layers}, got "
+                f"{options.num_layers}"
+            )
         if len(texts) < 2:
             raise InvalidConfigError(
                 "a draft head is trained on some texts and measured on others, but there are only "
                 f"{len(texts)}: raise num_tokens, or give more prompts"
             )
         self._model, self._options = model, options
-        self._run = TargetPass(model, config.attention_backend)
+        self._run = TargetPass(model, options.num_layers, config.attention_backend)
         self._batch_tokens = BATCH_TOKENS[config.device]
         shuffled = random.Random(options.seed).sample(list(texts), len(texts))
         num_held_out = max(1, min(MOST_HELD_OUT, int(HELD_OUT_SHARE * len(texts))))
@@ -153,7 +160,9 @@ class HeadTrainer:
         held_out = [
             self._target_texts(group) for group in in_batches(self._held_out, self._batch_tokens)
         ]
-        head = new_head(self._model, vocabulary.most_likely(self._options.num_draft_tokens))
+        options = self._options
+        token_ids = vocabulary.most_likely(options.num_draft_tokens)
+        head = new_head(self._model, token_ids, options.num_layers)
         start.solve_into(head)
         return head, batches, held_out
 

@@ -1,52 +1,62 @@
 """A draft head over whole texts at once, several drafts deep, with gradients.
 
-In inference the first draft starts from the verified token at position p, whose predecessors have
-keys and values, and the later ones from the drafts before them over that same context. So training
-needs no mask of its own for later drafts (EAGLE-3's "training-time test", arXiv 2503.01840, does):
-whatever the depth, a start at p sees the keys before p, which is plain causal attention.
+In inference the first draft starts from the token at position p, whose predecessors are verified
+and have the target's keys and values. The drafts behind it see those too, and the head's own keys
+of the tokens from p on. Over all starts of a text at once that is causal attention over the
+target's keys, whatever the depth, and beside it one key of the head's for each draft so far
+(EAGLE-3's "training-time test", arXiv 2503.01840, has the same two parts).
 
-Letters in shapes: B texts, n starts of each, S = B * n, H query heads, D head size.
+Letters in shapes: B texts, L tokens, S starts of each text, H query heads, D head size, n layers.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, silu
 
+from mini_infer.core.errors import UnsupportedModelError
 from mini_infer.kernels.reference import apply_rotary, rms_norm
-from mini_infer.modeling.layers import Embedding, Linear, RMSNorm
+from mini_infer.modeling.attention import GroupedQueryAttention
+from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.decoder_layer import DecoderLayer
+from mini_infer.modeling.layers import Linear, RMSNorm
 from mini_infer.modeling.proposers.head import DraftHead
-from mini_infer.modeling.rotary import RotaryEmbedding
 from mini_infer.modeling.training.target_pass import TargetTexts
 
+KeysValues = tuple[Tensor, Tensor]
+"""Each ``[B, H, S, D]``: repeated, so that every query head has its own."""
 
-def unroll(
-    head: DraftHead, texts: TargetTexts, embedding: Embedding, rotary: RotaryEmbedding, depth: int
-) -> list[Tensor]:
+
+def unroll(model: CausalLM, head: DraftHead, texts: TargetTexts, depth: int) -> list[Tensor]:
     """The head's residual streams of ``depth`` drafts from every start.
 
     Entry j is ``[B, L - 1 - j, hidden]``, of the starts p = 1 .. L - 1 - j: what predicts the token
     at p + j + 1 from the target's state before p and the true tokens p .. p + j. Arithmetic is in
     the dtype of ``texts``.
+
+    Raises:
+        UnsupportedModelError: the architecture's layers are of a kind that this does not know.
     """
+    layers = [_known(layer) for layer in head.layers]
     length = texts.token_ids.shape[1]
-    embedded = embedding(texts.token_ids)  # [B, L, hidden]
+    group = model.config.num_heads // model.config.num_kv_heads
+    context = [
+        (_per_query_head(keys, group), _per_query_head(values, group))
+        for keys, values in zip(texts.keys, texts.values, strict=True)
+    ]
+    own: list[list[KeysValues]] = [[] for _ in layers]
+    embedded = model.embed_tokens(texts.token_ids)  # [B, L, hidden]
     state, states = texts.hidden[:, :-1], []
-    keys, values = (plane[:, :-1].transpose(1, 2) for plane in (texts.keys, texts.values))
-    for ahead in range(depth):
-        starts = length - 1 - ahead
-        if starts < 1:
-            break
+    for ahead in range(min(depth, length - 1)):
+        num_starts = length - 1 - ahead
         positions = torch.arange(1 + ahead, length, device=state.device)
-        cos, sin = rotary(positions).cos_sin(state.dtype)
-        state = _block(
-            head,
-            state[:, :starts],
-            embedded[:, 1 + ahead :],
-            cos,
-            sin,
-            keys[:, :, :starts],
-            values[:, :, :starts],
-        )
+        cos_sin = model.rotary(positions).cos_sin(state.dtype)
+        x = _linear(_norm(embedded[:, 1 + ahead :], head.token_norm), head.token_proj)
+        x = x + _linear(_norm(state[:, :num_starts], head.hidden_norm), head.hidden_proj)
+        for layer, keys_values, news in zip(layers, context, own, strict=True):
+            x = _block(layer, x, cos_sin, keys_values, news)
+        state = x
         states.append(state)
     return states
 
@@ -56,35 +66,82 @@ def head_logits(head: DraftHead, x: Tensor) -> Tensor:
     return _linear(_norm(x, head.norm), head.lm_head)
 
 
+def _known(layer: torch.nn.Module) -> DecoderLayer:
+    if isinstance(layer, DecoderLayer):
+        return layer
+    raise UnsupportedModelError(
+        f"a draft head of {type(layer).__name__} can't be trained: speculate with ngram, "
+        "early_exit or draft_model"
+    )
+
+
 def _block(
-    head: DraftHead, state: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor
+    layer: DecoderLayer,
+    x: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    context: KeysValues,
+    own: list[KeysValues],
 ) -> Tensor:
-    """``DraftHead.forward`` for ``state, embedded [B, n, hidden]``, ``cos, sin [n, 1, D]`` and
-    ``k, v [B, Hkv, n, D]``: the start at place i sees the first i + 1 keys."""
-    x = _linear(_norm(embedded, head.token_norm), head.token_proj)
-    x = x + _linear(_norm(state, head.hidden_norm), head.hidden_proj)
-    q = _linear(_norm(x, head.input_layernorm), head.q_proj)
-    q = q.view(*q.shape[:2], -1, head.head_dim)
-    if head.q_norm is not None:
-        q = _norm(q, head.q_norm)
-    q = apply_rotary(q, cos, sin).transpose(1, 2)  # [B, H, n, D]
-    window = head.sliding_window
-    num_starts = q.shape[2]
-    if window is None or window >= num_starts:
-        out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=head.scale, enable_gqa=True
-        )
-    else:
-        place = torch.arange(num_starts, device=q.device)
-        back = place[:, None] - place
-        mask = (back >= 0) & (back < window)
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=head.scale, enable_gqa=True
-        )
-    x = x + _linear(out.transpose(1, 2).flatten(2), head.o_proj)
-    normed = _norm(x, head.post_attention_layernorm)
-    gate, up = _linear(normed, head.mlp.gate_up_proj).chunk(2, dim=-1)
-    return x + _linear(silu(gate) * up, head.mlp.down_proj)
+    """``DecoderLayer.forward`` for ``x [B, S, hidden]`` and ``cos, sin [S, 1, D]``.
+
+    The start at place i sees the first i + 1 keys of ``context [B, H, L, D]``, its own in ``own``
+    (one for each draft before, each of at least S starts), and the new one, which is appended.
+    """
+    attention = layer.self_attn
+    normed = _norm(x, layer.input_layernorm)
+    q, k, v = _heads(attention, normed, cos_sin)
+    own.append((k, v))
+    out = _attend(q, context, own, attention)
+    x = x + _linear(out.transpose(1, 2).flatten(2), attention.o_proj)
+    normed = _norm(x, layer.post_attention_layernorm)
+    gate, up = _linear(normed, layer.mlp.gate_up_proj).chunk(2, dim=-1)
+    return x + _linear(silu(gate) * up, layer.mlp.down_proj)
+
+
+def _heads(
+    attention: GroupedQueryAttention, x: Tensor, cos_sin: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values ``[B, H, S, D]`` of ``x [B, S, hidden]``."""
+    head_dim = attention.attention.head_dim
+    parts = torch.split(
+        _linear(x, attention.qkv_proj), list(attention.qkv_proj.out_features), dim=-1
+    )
+    q, k, v = (part.view(*x.shape[:2], -1, head_dim) for part in parts)
+    if attention.head_norm:
+        q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
+    q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
+    group = q.shape[2] // k.shape[2]
+    return q.transpose(1, 2), _per_query_head(k, group), _per_query_head(v, group)
+
+
+def _attend(
+    q: Tensor, context: KeysValues, own: Sequence[KeysValues], attention: GroupedQueryAttention
+) -> Tensor:
+    """One softmax over the scores of context and own keys."""
+    num_starts, ahead = q.shape[2], len(own) - 1
+    keys, values = (plane[:, :, :num_starts] for plane in context)
+    scale, window = attention.attention.scale, attention.attention.sliding_window
+    q = q * scale
+    place = torch.arange(num_starts, device=q.device)
+    back = place[:, None] - place
+    hidden = back < 0
+    if window is not None:  # a query at p + ahead, with p = place + 1
+        hidden = hidden | (back + ahead + 1 >= window)
+    scores = [(q @ keys.transpose(2, 3)).float().masked_fill(hidden, float("-inf"))]
+    for step, (k, _) in enumerate(own):
+        score = (q * k[:, :, :num_starts]).sum(-1, keepdim=True).float()
+        outside = window is not None and ahead - step >= window
+        scores.append(torch.full_like(score, float("-inf")) if outside else score)
+    weights = torch.cat(scores, dim=-1).softmax(-1).to(q.dtype)
+    out = weights[..., :num_starts] @ values
+    for step, (_, v) in enumerate(own):
+        out = out + weights[..., num_starts + step, None] * v[:, :, :num_starts]
+    return out
+
+
+def _per_query_head(plane: Tensor, group: int) -> Tensor:
+    """``[B, S, Hkv, D] -> [B, H, S, D]``."""
+    return plane.transpose(1, 2).repeat_interleave(group, dim=1)
 
 
 def _norm(x: Tensor, norm: RMSNorm) -> Tensor:

@@ -43,6 +43,8 @@ TARGETS = {
 }
 DRAFTED = torch.arange(3, 60)
 LENGTH, BLOCK_SIZE, DRAFTS = 23, 4, 3
+CASES = [(case, 1) for case in TARGETS] + [("mistral-window", 2), ("qwen3", 2)]
+"""Targets, and layers of their heads."""
 
 
 def target(config: ModelConfig, *, plain: bool, seed: int = 0) -> CausalLM:
@@ -55,18 +57,19 @@ def target(config: ModelConfig, *, plain: bool, seed: int = 0) -> CausalLM:
     return model
 
 
-def random_head(model: CausalLM) -> DraftHead:
+def random_head(model: CausalLM, num_layers: int = 1) -> DraftHead:
     """One in which every parameter matters."""
-    head = new_head(model, DRAFTED)
+    head = new_head(model, DRAFTED, num_layers)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in head.named_parameters():
         parameter.data.normal_(float("norm" in name), 0.2, generator=generator)
     return head
 
 
-def two_texts(model: CausalLM) -> TargetTexts:
+def two_texts(model: CausalLM, num_layers: int = 1) -> TargetTexts:
+    run = TargetPass(model, num_layers, "torch")
     token_ids = torch.randint(0, 64, (2, LENGTH), generator=torch.Generator().manual_seed(2))
-    return TargetPass(model, "torch")(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
+    return run(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
 
 
 def saved(folder: Path, config: ModelConfig = TARGETS["llama"]) -> CausalLM:
@@ -94,25 +97,28 @@ def propose(
     state = DeviceState(config, CPU)
     layout = model.kv_layout
     shape = 32, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim
-    cache = torch.full(shape, 1e4), torch.full(shape, 1e4)
+    caches = [(torch.full(shape, 1e4), torch.full(shape, 1e4)) for _ in texts.keys]
     admissions, chunks = [], []
     for row, start in enumerate(starts):
         tokens = tuple(texts.token_ids[row, :start].tolist())
-        blocks = tuple(range(7 * row + 3, 7 * row + 3 - (-(start + 1) // BLOCK_SIZE)))
+        blocks = tuple(range(7 * row + 3, 7 * row + 3 - (-(start + DRAFTS) // BLOCK_SIZE)))
         admissions.append(
             Admission(str(row), 2 - row, tokens, start, params, params.seed or 0, block_ids=blocks)
         )
         chunks.append(Chunk(str(row), 2 - row, 0, start))
         for place in range(start):
             block, offset = blocks[place // BLOCK_SIZE], place % BLOCK_SIZE
-            cache[0][block, offset] = texts.keys[row, place]
-            cache[1][block, offset] = texts.values[row, place]
+            for cache, planes in zip(
+                caches, zip(texts.keys, texts.values, strict=True), strict=True
+            ):
+                for plane, kept in zip(cache, planes, strict=True):
+                    plane[block, offset] = kept[row, place]
     batch = ScheduledBatch(0, tuple(chunks), tuple(admissions))
     state.take_in(batch)
     state.sampling.admit(batch.admissions)
     rows = torch.arange(len(starts))
     positions = torch.tensor(starts)
-    proposer = HeadProposer(config, model, [cache], state)
+    proposer = HeadProposer(config, model, caches, state)
     return proposer.propose(
         DraftRows(
             slots=2 - rows,
@@ -125,57 +131,63 @@ def propose(
 
 
 @pytest.mark.parametrize("starts", [(1, 2), (7, 19), (16, 12)])
-@pytest.mark.parametrize("case", TARGETS)
+@pytest.mark.parametrize(("case", "num_layers"), CASES)
 def test_drafts_are_what_training_computes(
-    case: str, starts: tuple[int, int], tmp_path: Path
+    case: str, num_layers: int, starts: tuple[int, int], tmp_path: Path
 ) -> None:
     plain = target(TARGETS[case], plain=True)
-    head = random_head(plain)
+    head = random_head(plain, num_layers)
     save_draft_head(tmp_path, head, plain, torch.float32)
-    texts = two_texts(plain)
+    texts = two_texts(plain, num_layers)
     model = target(TARGETS[case], plain=False)
     drafts = propose(tmp_path, model, texts, starts, SamplingParams(temperature=0.0))
     # Training feeds true tokens: put the drafts there, which are then both.
     for row, start in enumerate(starts):
         texts.token_ids[row, start + 1 : start + 1 + DRAFTS] = drafts[row]
-    states = unroll(head, texts, plain.embed_tokens, plain.rotary, DRAFTS)
+    states = unroll(plain, head, texts, DRAFTS)
     for row, start in enumerate(starts):
         for ahead in range(DRAFTS):
             logits = head_logits(head, states[ahead][row, start - 1])
             assert drafts[row, ahead] == DRAFTED[logits.argmax()]
 
 
-@pytest.mark.parametrize("case", TARGETS)
-def test_paged_states_are_those_of_training(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "num_layers"), CASES)
+def test_paged_states_are_those_of_training(case: str, num_layers: int, tmp_path: Path) -> None:
     plain = target(TARGETS[case], plain=True)
-    head = random_head(plain)
+    head = random_head(plain, num_layers)
     save_draft_head(tmp_path, head, plain, torch.float32)
     model = target(TARGETS[case], plain=False)
     loaded = load_draft_head(tmp_path, model, torch.float32)
-    texts = two_texts(plain)
-    states = unroll(head, texts, plain.embed_tokens, plain.rotary, DRAFTS)
-    start, blocks = 11, torch.tensor([[2, 0, 4], [1, 5, 3]], dtype=torch.int32)
-    caches = []
-    for plane in (texts.keys, texts.values):
-        cache = torch.full((6, BLOCK_SIZE, *plane.shape[2:]), 1e4)
-        flat = blocks.repeat_interleave(BLOCK_SIZE, 1)[:, :start].long() * BLOCK_SIZE
-        cache.view(-1, *plane.shape[2:])[flat + torch.arange(start) % BLOCK_SIZE] = plane[:, :start]
-        caches.append(cache)
-    meta = AttentionMetadata(
-        cu_seqlens_q=torch.arange(3),
-        seqlens_k=torch.tensor([start, start]),
-        block_table=blocks,
-        slot_mapping=torch.zeros(2, dtype=torch.int64),
-        max_query_len=1,
-        max_seqlen_k=start,
-        query_lens=(1, 1),
-        context_lens=(start, start),
-    )
+    texts = two_texts(plain, num_layers)
+    states = unroll(plain, head, texts, DRAFTS)
+    start, blocks = 11, torch.tensor([[2, 0, 4, 6], [1, 5, 3, 7]], dtype=torch.int32)
+    slots = blocks.repeat_interleave(BLOCK_SIZE, 1).long() * BLOCK_SIZE
+    slots += torch.arange(slots.shape[1]) % BLOCK_SIZE  # [2, places]
+
+    def cached(plane: Tensor) -> Tensor:
+        cache = torch.full((8, BLOCK_SIZE, *plane.shape[2:]), 1e4)
+        cache.view(-1, *plane.shape[2:])[slots[:, :start]] = plane[:, :start]
+        return cache
+
+    caches = [
+        (cached(keys), cached(values))
+        for keys, values in zip(texts.keys, texts.values, strict=True)
+    ]
     x = texts.hidden[:, start - 1]
     for ahead, state in enumerate(states):
-        rope = model.rotary(torch.full((2,), start + ahead))
-        embedded = model.embed_tokens(texts.token_ids[:, start + ahead])
-        x = loaded(x, embedded, rope, (caches[0], caches[1]), meta)
+        position = start + ahead
+        meta = AttentionMetadata(
+            cu_seqlens_q=torch.arange(3),
+            seqlens_k=torch.tensor([position + 1] * 2),
+            block_table=blocks,
+            slot_mapping=slots[:, position],
+            max_query_len=1,
+            max_seqlen_k=position + 1,
+            query_lens=(1, 1),
+            context_lens=(position + 1, position + 1),
+        )
+        embedded = model.embed_tokens(texts.token_ids[:, position])
+        x = loaded(x, embedded, model.rotary(torch.full((2,), position)), caches, meta)
         torch.testing.assert_close(x, state[:, start - 1], atol=1e-4, rtol=1e-4)
         logits = head_logits(head, state[:, start - 1])
         torch.testing.assert_close(loaded.compute_logits(x), logits, atol=1e-4, rtol=1e-4)
@@ -206,7 +218,7 @@ def test_drafts_beyond_the_longest_request(tmp_path: Path) -> None:
 
 def test_a_head_survives_its_folder(tmp_path: Path) -> None:
     model = target(TARGETS["qwen3"], plain=True)
-    head = random_head(model)
+    head = random_head(model, 2)
     save_draft_head(tmp_path / "new" / "folder", head, model, torch.bfloat16)
     loaded = load_draft_head(tmp_path / "new" / "folder", model, torch.bfloat16)
     for name, value in head.state_dict().items():
@@ -249,6 +261,8 @@ def _no_json(folder: Path) -> None:
         (_change(target={}), InvalidConfigError, "architecture None"),
         (_change(target=[1]), InvalidConfigError, "architecture None"),
         (_change(num_draft_tokens=True), WeightsError, "num_draft_tokens"),
+        (_change(num_hidden_layers=3), WeightsError, "num_hidden_layers"),
+        (_change(num_hidden_layers=2), WeightsError, "layers.1"),
         (_change(num_draft_tokens=65), WeightsError, "num_draft_tokens"),
         (_change(num_draft_tokens=9), WeightsError, "lm_head.weight, token_ids"),
         (_truncated, WeightsError, "truncated"),

@@ -40,8 +40,10 @@ def model() -> CausalLM:
 
 
 def plain_model(config: ModelConfig) -> CausalLM:
-    model = empty_model(config, torch.float32)
-    assert list(load_weights(model, MemorySource(random_tensors(config))))
+    """A random model that is not sure of anything, but has preferences."""
+    model, tensors = empty_model(config, torch.float32), random_tensors(config)
+    tensors["lm_head.weight"] *= 60
+    assert list(load_weights(model, MemorySource(tensors)))
     return model
 
 
@@ -61,7 +63,7 @@ def batch_of(model: CausalLM, texts: list[Text]) -> TargetTexts:
     wanted = torch.zeros_like(token_ids, dtype=torch.bool)
     for row, text in enumerate(texts):
         wanted[row, text.num_prompt_tokens : len(text.token_ids)] = True
-    return TargetPass(model, "torch")(token_ids, wanted)
+    return TargetPass(model, 1, "torch")(token_ids, wanted)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
@@ -80,14 +82,14 @@ def test_the_target_pass_is_the_model(family: str) -> None:
         blocks = torch.tensor(driver.tables["x"])
         for kept, cache in zip((batch.keys, batch.values), driver.caches[-1], strict=True):
             paged = cache[blocks].flatten(0, 1)[:length]
-            torch.testing.assert_close(kept[row, :length], paged, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(kept[0][row, :length], paged, atol=1e-5, rtol=1e-4)
 
 
 def test_a_tap_has_what_the_last_layer_reads(model: CausalLM) -> None:
     texts = own_texts(model, 2, 8)
     token_ids = pad([text.token_ids for text in texts], torch.device("cpu"))
     tap: list[torch.Tensor] = []
-    TargetPass(model, "torch")(token_ids, token_ids > 0, tap)
+    TargetPass(model, 1, "torch")(token_ids, token_ids > 0, tap)
     (below,) = tap
     driver = PagedDriver(model)
     driver.caches = driver.caches[:-1]
@@ -145,7 +147,7 @@ def test_the_loss_is_the_divergence_from_the_target(model: CausalLM) -> None:
         parameter.requires_grad_()
     losses = Distillation(model, head, 3).backward(batch)
     found = [parameter.grad for parameter in trained_parameters(head)]
-    states = unroll(head, batch, model.embed_tokens, model.rotary, 3)
+    states = unroll(model, head, batch, 3)
     expected = torch.zeros(3)
     total, count = torch.zeros(()), int(batch.wanted.sum())
     for row, text in enumerate(texts):
@@ -169,7 +171,7 @@ def test_matches_are_chains_of_right_drafts(model: CausalLM) -> None:
     batch = batch_of(model, texts)
     head = new_head(model, torch.arange(VOCAB))
     matches = Distillation(model, head, 3).matches(batch)
-    states = unroll(head, batch, model.embed_tokens, model.rotary, 3)
+    states = unroll(model, head, batch, 3)
     for row, text in enumerate(texts):
         length = len(text.token_ids)
         for start in range(1, length - 1):
@@ -211,6 +213,7 @@ def test_batches_hold_texts_of_similar_length() -> None:
 def test_training_learns_to_foresee_texts(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many steps over few texts, of which each is trained on and held out in different copies."""
     monkeypatch.setitem(head_trainer.BATCH_TOKENS, "cpu", 64)
+    monkeypatch.setattr(head_trainer, "HELD_OUT_SHARE", 0.3)
     config = make_config(model_config=CONFIG)
     texts = own_texts(model, 24, 24) * 3
     options = HeadTraining(num_draft_tokens=VOCAB, epochs=6, learning_rate=2e-3)
