@@ -97,6 +97,23 @@ class Keys(click.ParamType[str]):
     help="Longest time that a request may take; it is aborted then. [default: none]",
 )
 @click.option(
+    "--replicas",
+    "--data-parallel-size",
+    "num_replicas",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Engines behind this server, each on a GPU of its own, or on its share of the cores.",
+)
+@click.option(
+    "--router",
+    default="prefix_aware",
+    show_default=True,
+    metavar="NAME",
+    help="Which replica gets a request: prefix_aware, least_loaded, round_robin, or your "
+    "module:Class.",
+)
+@click.option(
     "--tool-call-parser",
     type=click.Choice(["auto", "hermes", "llama3_json"]),
     default="auto",
@@ -132,6 +149,8 @@ def serve(
     max_body_size: int,
     max_num_queued: int,
     request_timeout: float | None,
+    num_replicas: int,
+    router: str,
     tool_call_parser: str,
     profile_folder: Path | None,
     access_log: bool,
@@ -150,6 +169,7 @@ def serve(
             max_body_size=max_body_size,
             max_num_queued=max_num_queued,
             request_timeout=request_timeout,
+            router=router,
             tool_call_parser=tool_call_parser,
             profile_folder=profile_folder,
             access_log=access_log,
@@ -158,9 +178,9 @@ def serve(
         )
         # Loading a model may take minutes; that the port is taken is known at once.
         bind(host, port).close()
-        from mini_infer.runtime.engine_process import EngineStarter
-    with EngineStarter(given(options)) as starter:
+        from mini_infer.runtime.replica_starters import ReplicaStarters
+    with ReplicaStarters(given(options), num_replicas) as starters:
         with collector_paused():
-            starter.spawn()  # it comes up while this process imports its own half
+            starters.spawn()  # it comes up while this process imports its own half
             from mini_infer.serving.server import run_server
-        run_server(starter, host, port, server_options)
+        run_server(starters, host, port, server_options)

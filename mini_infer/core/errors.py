@@ -62,6 +62,10 @@ class PolicyError(MiniInferError):
     """A user's scheduling policy raised, or answered what is no answer; names policy and method."""
 
 
+class RouterError(MiniInferError):
+    """A user's router raised, or chose what is no replica; names it."""
+
+
 class ProposerError(MiniInferError):
     """A user's proposer of drafts raised, or proposed what are no drafts; names it."""
 

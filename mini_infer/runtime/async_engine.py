@@ -1,10 +1,10 @@
-"""``AsyncEngine``: text in, text out, for many callers of one event loop; steps in another process.
+"""``AsyncEngine``: text in, text out, for many callers of one event loop; steps in other processes.
 
 ::
 
-    event loop                                      engine's process
+    event loop                                      engines' processes
     stream() ── InputProcessor ── Add, Finish ────► EngineCore.add, finish
-       ▲                                            EngineCore.step
+       ▲                      ReplicaSet            EngineCore.step
        └──── OutputProcessor ◄── News, one a step ──────┘
 
 The loop never waits for a step. A step waits for the loop only where that is many steps behind.
@@ -18,22 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mini_infer.core.errors import (
-    EngineDeadError,
     InvalidRequestError,
     RequestTimeoutError,
-    SlowReaderError,
     UnavailableError,
 )
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.runtime.choices_in_flight import ChoicesInFlight
-from mini_infer.runtime.delta_consumer import MAX_BACKLOG, Consumer
-from mini_infer.runtime.engine_client import EngineClient, ServerEvents
-from mini_infer.runtime.engine_messages import Add, Finish, News, ToEngine
+from mini_infer.runtime.delta_consumer import Consumer
+from mini_infer.runtime.engine_client import ServerEvents
 from mini_infer.runtime.engine_process import EngineHost
-from mini_infer.runtime.engine_restarts import Restarts, Starter
-from mini_infer.runtime.input_processor import InputProcessor, ProcessedRequest
+from mini_infer.runtime.engine_restarts import Starter
+from mini_infer.runtime.input_processor import InputProcessor
 from mini_infer.runtime.output_processor import OutputProcessor
+from mini_infer.runtime.replica_set import ReadyRequest, ReplicaSet
+from mini_infer.runtime.routing.router import Router
 from mini_infer.runtime.waiting_room import MAX_NUM_QUEUED, WaitingRoom
 
 if TYPE_CHECKING:
@@ -63,48 +61,44 @@ async def run_off_loop(
 
 
 class AsyncEngine:
-    """Serves many concurrent callers of one event loop from one engine in another process.
+    """Serves many concurrent callers of one event loop from engines in other processes.
 
     It belongs to the event loop that makes the first call of ``start`` or of a request. An engine
-    that dies takes its requests with it, and is started again (``Restarts``).
+    that dies takes its requests with it, unless another one can have them, and is started again
+    (``ReplicaSet``).
     """
 
     def __init__(
         self,
-        host: EngineHost,
+        hosts: Sequence[EngineHost],
         tokenizer: "Tokenizer",
         *,
-        starter: Starter | None = None,
+        starters: Sequence[Starter] = (),
+        router: Router | None = None,
         max_num_queued: int = MAX_NUM_QUEUED,
         request_timeout: float | None = None,
     ) -> None:
-        """``starter`` loads another host where the last one died; without one it stays dead.
-        ``max_num_queued`` choices may wait for their first step, and a request may take
+        """``hosts`` have engines of the same options, among which ``router`` chooses, by default
+        in turn. ``starters``, one for each, load another host where one died; without them it
+        stays dead. ``max_num_queued`` choices may wait for their first step, and a request may take
         ``request_timeout`` seconds."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.config: EngineConfig = host.config
         self.tokenizer = tokenizer
-        self.events = ServerEvents(self._on_subscription)
-        self.input_processor = InputProcessor(host.config, tokenizer)
-        self._output_processor = OutputProcessor(tokenizer, self.events)
+        self.events = ServerEvents(len(hosts), self._on_subscription)
         self._waiting_room = WaitingRoom(self.events, max_num_queued)
-        self._choices = ChoicesInFlight(self.events, self._waiting_room)
+        outputs = OutputProcessor(tokenizer, self.events)
+        self.replicas = ReplicaSet(
+            hosts, starters, router, self.events, self._waiting_room, outputs
+        )
+        self.config: EngineConfig = self.replicas.config
+        self.input_processor = InputProcessor(self.config, tokenizer)
         self._request_timeout = request_timeout
-        self._consumers: dict[str, Consumer] = {}
         self._draining = False
-        self._death: str | None = None
-        """Why requests can't be served, perhaps for a while; None while they are."""
-        self._host = host
-        self._client: EngineClient | None = None
-        self._restarts = Restarts(starter, self._on_restarted, self._on_given_up)
-        self.given_up = asyncio.Event()
-        self.why_given_up: str | None = None
-        """Set when the engine died and could not be started again, and why."""
 
     @property
     def healthy(self) -> bool:
-        """False while the engine does not run: it died, or was shut down."""
-        return self._death is None
+        """False while no engine runs: they died, or were shut down."""
+        return self.replicas.running
 
     async def generate(
         self,
@@ -162,35 +156,33 @@ class AsyncEngine:
             stream=stream,
         )
 
-        def process_all() -> list[tuple[ProcessedRequest, bytes]]:
+        def process_all() -> list[ReadyRequest]:
             requests = [
                 process(request_id, prompt, params) for request_id, prompt in prompts.items()
             ]
-            return [(request, self._pack(request)) for request in requests]
+            return [self.replicas.ready(request) for request in requests]
 
         num_choices = len(prompts) * params.n
         self.check_open()
         self._waiting_room.enter(num_choices)
         try:
             await self.input_processor.compile_grammar(params)
-            processed = await run_off_loop(length, process_all)
+            ready = await run_off_loop(length, process_all)
             self.start()
-            await self._choices.until_free(
-                item.request_id
-                for request, _ in processed
-                for item in request.requests
-                if request.request_id not in self._consumers
+            await self.replicas.until_free(
+                choice.request_id
+                for request in ready
+                for choice in request.processed.requests
+                if request.processed.request_id not in self.replicas
             )
             self.check_alive()
             for request_id in prompts:
-                if request_id in self._consumers:
+                if request_id in self.replicas:
                     raise InvalidRequestError(f"request id {request_id!r} is in use", "request_id")
+            consumer = self.replicas.open(ready)
         except BaseException:
             self._waiting_room.leave(num_choices)
             raise
-        consumer = Consumer(list(prompts))
-        for request, packed in processed:
-            self._add(request, packed, consumer)
         timer = None
         if self._request_timeout is not None:
             timer = loop.call_at(start + self._request_timeout, self._expire, consumer)
@@ -200,12 +192,11 @@ class AsyncEngine:
         finally:
             if timer:
                 timer.cancel()
-            self._abandon(consumer)
+            self.replicas.abandon(consumer)
 
     def check_alive(self) -> None:
         """Raises EngineDeadError while there is no engine, which says why."""
-        if self._death:
-            raise EngineDeadError(self._death)
+        self.replicas.check_running()
 
     def check_open(self) -> None:
         """Raises UnavailableError once ``drain`` was called or while too many choices wait, and
@@ -236,75 +227,38 @@ class AsyncEngine:
         """
         await self._call("start_profile")
 
-    async def stop_profile(self, folder: Path) -> Path:
-        """Ends the recording and has the engine's process write it into ``folder``; the file.
+    async def stop_profile(self, folder: Path) -> list[Path]:
+        """Ends the recording and has each engine's process write it into ``folder``; the files.
 
         Raises:
             InvalidRequestError: nothing is being recorded.
             EngineDeadError: the engine failed.
         """
-        path = await self._call("stop_profile", str(folder.absolute()))
-        assert path is not None
-        return Path(path)
+        paths = await self._call("stop_profile", str(folder.absolute()))
+        return [Path(path) for path in paths if path is not None]
 
     def start(self) -> None:
-        """Listens to the engine, in the running event loop. Idempotent."""
+        """Listens to the engines, in the running event loop. Idempotent."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            if self.healthy:
-                self._listen_to(self._host)
+            self.replicas.start(loop)
         elif self._loop is not loop:
             raise RuntimeError("an AsyncEngine serves one event loop; build one per loop")
 
     def end_requests(self) -> None:
         """Ends every request with ``EngineDeadError``; in the event loop, or when that is gone."""
-        self._restarts.cancel()
-        if self._client:
-            self._client.detach()
-        if self._death != SHUT_DOWN:
-            self._death = SHUT_DOWN
-            self._fail_all(SHUT_DOWN)
+        self.replicas.end_requests(SHUT_DOWN)
 
     def shutdown(self) -> None:
-        """Ends the requests and the engine. Idempotent; waits for the engine's end."""
+        """Ends the requests and the engines. Idempotent; waits for the engines' ends."""
         self.end_requests()
         self.input_processor.close()
-        self._host.close()
-
-    # --- requests
-
-    def _pack(self, request: ProcessedRequest) -> bytes:
-        """Its ``Add``; on whatever thread."""
-        try:
-            return self._host.link.pack(Add.of(request.request_id, request.requests))
-        except (OverflowError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(
-                f"a parameter can't be passed on to the engine ({error}): integers have 64 bits "
-                f"at most, and texts are valid Unicode"
-            ) from None
-
-    def _add(self, request: ProcessedRequest, packed: bytes, consumer: Consumer) -> None:
-        self._consumers[request.request_id] = consumer
-        self._output_processor.add(request)
-        self._choices.add(item.request_id for item in request.requests)
-        self._send(packed)
-
-    def _forget(self, request_id: str, consumer: Consumer) -> None:
-        del self._consumers[request_id]
-        del consumer.unfinished[request_id]
-
-    def _abandon(self, consumer: Consumer) -> None:
-        """Aborts what the consumer still waits for."""
-        for request_id in list(consumer.unfinished):
-            self._forget(request_id, consumer)
-            children = self._output_processor.unfinished_choices(request_id)
-            self._send(Finish(children, "abort"))
-            self._output_processor.abort(request_id)
+        self.replicas.close()
 
     def _expire(self, consumer: Consumer) -> None:
         if consumer.unfinished:
-            self._abandon(consumer)
+            self.replicas.abandon(consumer)
             consumer.fail(
                 RequestTimeoutError(
                     f"the request took longer than {self._request_timeout:g} seconds, which is "
@@ -312,82 +266,12 @@ class AsyncEngine:
                 )
             )
 
-    # --- what the engine tells
-
-    def _on_news(self, news: News) -> None:
-        for event in news.happened():
-            self.events.emit(event)
-        for choice_id in news.unqueued:
-            self._choices.refuse((choice_id,))
-        for request_id, failure in news.refusals:
-            self._refuse(request_id, failure.to_exception())
-        if not news.updates:
-            return
-        for update in news.updates:
-            if update.finish_reason == "error":  # perhaps before it was queued
-                self._choices.refuse((update.request_id,))
-        processed = self._output_processor.process(news.updates)
-        for child_id, stop_string in processed.stopped:
-            self._send(Finish([child_id], "stop", stop_string))
-        for delta in processed.deltas:
-            consumer = self._consumers.get(delta.request_id)
-            if consumer:
-                if delta.output:
-                    self._forget(delta.request_id, consumer)
-                consumer.push(delta)
-                if consumer.backlog > MAX_BACKLOG:
-                    self._abandon(consumer)
-                    consumer.fail(
-                        SlowReaderError("the stream was read too slowly: read as it comes")
-                    )
-
-    def _refuse(self, request_id: str, error: Exception) -> None:
-        self._choices.refuse(self._output_processor.unfinished_choices(request_id))
-        self._output_processor.abort(request_id)
-        consumer = self._consumers.get(request_id)
-        if consumer:
-            self._forget(request_id, consumer)
-            consumer.fail(error)
-
-    # --- the engine's life
-
-    def _listen_to(self, host: EngineHost) -> None:
-        assert self._loop is not None
-        self._host = host
-        self._client = EngineClient(host, self._loop, self._on_news, self._on_end)
-        self._send(self.events.wanted())
-
-    def _send(self, message: ToEngine | bytes) -> None:
-        if self._client:
-            self._client.send(message)
-
-    async def _call(self, function: str, *arguments: str) -> str | None:
+    async def _call(self, function: str, *arguments: str) -> list[str | None]:
         self.check_alive()
         self.start()
-        assert self._client is not None
-        return await self._client.call(function, *arguments)
+        return await self.replicas.call(function, *arguments)
 
     def _on_subscription(self) -> None:
         """On whatever thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(lambda: self._send(self.events.wanted()))
-
-    def _on_end(self, how: str) -> None:
-        self._death = self._restarts.begin(how, self._host)
-        self._fail_all(self._death)
-
-    def _on_restarted(self, host: EngineHost) -> None:
-        self._listen_to(host)
-        self._death = None
-
-    def _on_given_up(self, why: str) -> None:
-        self._death = self.why_given_up = why
-        self.given_up.set()
-
-    def _fail_all(self, death: str) -> None:
-        num_output_tokens = self._output_processor.num_output_tokens()
-        for request_id, consumer in list(self._consumers.items()):
-            self._forget(request_id, consumer)
-            self._output_processor.abort(request_id, "error")
-            consumer.fail(EngineDeadError(death))
-        self._choices.lose_all(num_output_tokens)
+            self._loop.call_soon_threadsafe(self.replicas.listen)

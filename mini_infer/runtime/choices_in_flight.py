@@ -1,9 +1,9 @@
 """The choices that an engine in another process was given, until it tells of their ends."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from mini_infer.core.events import Event, EventStream, Finished, Queued
+from mini_infer.core.events import Event, EventStream, Finished, Queued, Rerouted
 from mini_infer.runtime.waiting_room import WaitingRoom
 
 
@@ -44,11 +44,17 @@ class ChoicesInFlight:
                 self._room.leave(1)
         self._left.set()
 
-    def lose_all(self, num_output_tokens: Mapping[str, int]) -> None:
+    def lose_all(
+        self, num_output_tokens: Mapping[str, int], rerouted: Collection[str] = ()
+    ) -> None:
         """The engine is gone. What it had queued ends with an error, with as many tokens as came;
-        what was on its way was never queued, and waits no longer."""
+        what was on its way was never queued, and waits no longer. What is ``rerouted`` waits on."""
         lost, self._choices = self._choices, {}
         for choice_id, queued in lost.items():
+            if choice_id in rerouted:
+                if queued is not None:
+                    self._events.emit(Rerouted(self._events.now(), choice_id))
+                continue
             if queued is None:
                 self._room.leave(1)
                 continue

@@ -28,9 +28,8 @@ from mini_infer.runtime.engine_process import EngineHost
 logger = logging.getLogger(__name__)
 
 
-class ServerEvents(EventStream):
-    """The engine's events as they arrive, and the server's own. The engine is told which kinds
-    anybody listens to, so that it neither builds nor sends others."""
+class _ToldEvents(EventStream):
+    """Tells ``on_change`` when somebody begins or ceases to listen."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         super().__init__()
@@ -44,8 +43,44 @@ class ServerEvents(EventStream):
         super().unsubscribe(subscriber)
         self._on_change()
 
+
+class ServerEvents(_ToldEvents):
+    """All engines' events as they arrive, and the server's own. An engine is told which kinds
+    anybody listens to, so that it neither builds nor sends others."""
+
+    def __init__(self, num_engines: int, on_change: Callable[[], None]) -> None:
+        super().__init__(on_change)
+        self.engines = [EngineEvents(self, on_change) for _ in range(num_engines)]
+
+    def emit(self, event: Event) -> None:
+        """An event of the server's own, of which no engine knows: whoever listens to one engine
+        hears it, too."""
+        self.hear(event)
+        for engine in self.engines:
+            engine.hear(event)
+
+    def hear(self, event: Event) -> None:
+        super().emit(event)
+
+
+class EngineEvents(_ToldEvents):
+    """One engine's events: who listens here hears of no other engine."""
+
+    def __init__(self, server: ServerEvents, on_change: Callable[[], None]) -> None:
+        super().__init__(on_change)
+        self._server = server
+
+    def emit(self, event: Event) -> None:
+        self.hear(event)
+        self._server.hear(event)
+
+    def hear(self, event: Event) -> None:
+        super().emit(event)
+
     def wanted(self) -> Listen:
-        return Listen([number for number, kind in enumerate(EVENT_KINDS) if self.wants(kind)])
+        """What the engine has to tell."""
+        kinds = enumerate(EVENT_KINDS)
+        return Listen([i for i, kind in kinds if self.wants(kind) or self._server.wants(kind)])
 
 
 MESSAGES_A_TURN = 4

@@ -63,9 +63,11 @@ class EngineProcess:
     config: "EngineConfig"
     link: "Link[ToEngine, ToServer]"
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
         """Starts the process, to build an engine from option names of ``EngineConfig``. That takes
-        a while: do something else before ``locate``."""
+        a while: do something else before ``locate``. ``environment`` has variables of its own."""
         # For this user only. The path of a socket has some 100 bytes.
         is_long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES
         self._folder = tempfile.mkdtemp(prefix="mini-infer-", dir="/tmp" if is_long else None)
@@ -74,7 +76,7 @@ class EngineProcess:
             [sys.executable, "-c", PROGRAM, self._endpoint, "\n".join(sys.path)],
             stdin=subprocess.PIPE,
             bufsize=0,
-            env={**THREADS, **os.environ},
+            env={**THREADS, **os.environ, **(environment or {})},
             start_new_session=True,
         )
         self._closing = threading.Lock()
@@ -187,8 +189,12 @@ class EngineStarter:
     which ends what was spawned and not started.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """``environment`` has variables of these processes' own."""
         self.options = dict(options)
+        self._environment = environment
         self._process: EngineProcess | None = None
         self._is_located = False
         self._cancelled = False
@@ -201,7 +207,7 @@ class EngineStarter:
 
     def spawn(self) -> EngineProcess:
         """Starts a process for the next ``start``."""
-        self._process = EngineProcess(self.options)
+        self._process = EngineProcess(self.options, self._environment)
         return self._process
 
     def locate(self) -> Path | None:

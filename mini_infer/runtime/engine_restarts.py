@@ -38,8 +38,10 @@ class Restarts:
         starter: Starter | None,
         on_restarted: Callable[[EngineHost], None],
         on_given_up: Callable[[str], None],
+        name: str = "the engine",
     ) -> None:
         """Without a ``starter`` the first death is the last."""
+        self._name = name
         self._starter = starter
         self._on_restarted = on_restarted
         self._on_given_up = on_given_up
@@ -54,9 +56,9 @@ class Restarts:
             self._num_restarts = 0
         self._task = asyncio.get_running_loop().create_task(self._restart(how, dead))
         if self._starter is None:
-            return f"the engine {how}: restart the server, whose log may say more"
-        logger.error("the engine %s; its requests ended with an error", how)
-        return f"the engine {how} and is being restarted: send the request again after a moment"
+            return f"{self._name} {how}: restart the server, whose log may say more"
+        logger.error("%s %s; its requests ended with an error", self._name, how)
+        return f"{self._name} {how} and is being restarted: send the request again after a moment"
 
     def cancel(self) -> None:
         """Starts nothing any more."""
@@ -77,10 +79,10 @@ class Restarts:
                 host = await asyncio.to_thread(self._starter.start)
             except Exception as error:  # whatever it is, its callers must not wait for ever
                 how = f"could not be restarted: {str(error) or type(error).__name__}"
-                logger.error("the engine %s", how)
+                logger.error("%s %s", self._name, how)
                 continue
-            logger.warning("the engine runs again, with an empty cache")
+            logger.warning("%s runs again, with an empty cache", self._name)
             self._serving_since = time.monotonic()
             self._on_restarted(host)
             return
-        self._on_given_up(f"the engine {how}; {self._num_restarts} restarts did not help")
+        self._on_given_up(f"{self._name} {how}; {self._num_restarts} restarts did not help")

@@ -170,6 +170,13 @@ class OutputProcessor:
             [end_update(self._choices[child].request, reason) for child in children]
         ).deltas
 
+    def restart(self, request_id: str) -> ProcessedRequest:
+        """Forgets what a request's choices have so far, none of which was told to anybody, as they
+        are computed anew. Returns the request."""
+        processed = self._parents[request_id].processed
+        self.add(processed)
+        return processed
+
     def num_output_tokens(self) -> dict[str, int]:
         """Of every choice that runs, how many tokens it has so far."""
         return {child: len(item.completion.token_ids) for child, item in self._choices.items()}

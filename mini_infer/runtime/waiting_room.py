@@ -1,7 +1,7 @@
 """How many choices wait for their first step, and how many may."""
 
 from mini_infer.core.errors import UnavailableError
-from mini_infer.core.events import Admitted, Event, EventStream, Finished, Queued
+from mini_infer.core.events import Admitted, Event, EventStream, Finished, Queued, Rerouted
 
 MAX_NUM_QUEUED = 1024
 """Choices that may wait unless told otherwise."""
@@ -20,7 +20,7 @@ class WaitingRoom:
         self._num_entered = 0
         """Not yet queued."""
         self._queued: set[str] = set()
-        events.subscribe(self._observe, Queued, Admitted, Finished)
+        events.subscribe(self._observe, Queued, Admitted, Finished, Rerouted)
 
     @property
     def num_waiting(self) -> int:
@@ -49,5 +49,8 @@ class WaitingRoom:
         if isinstance(event, Queued):
             self._num_entered -= 1
             self._queued.add(event.request_id)
+        elif isinstance(event, Rerouted):
+            self._num_entered += 1
+            self._queued.discard(event.request_id)
         elif isinstance(event, Admitted | Finished):
             self._queued.discard(event.request_id)

@@ -51,5 +51,6 @@ def add_operations(
 
     @app.post("/stop_profile")
     async def stop_profile() -> dict[str, Any]:
-        path = await engine.stop_profile(enabled_folder())
-        return {"status": "ok", "file": path.name}
+        first, *others = await engine.stop_profile(enabled_folder())
+        names = {"files": [first.name, *(path.name for path in others)]} if others else {}
+        return {"status": "ok", "file": first.name, **names}

@@ -30,6 +30,8 @@ class ServerOptions:
     """Choices that may wait for their first step."""
     request_timeout: float | None = None
     """Seconds that a request may take."""
+    router: str = "prefix_aware"
+    """Which replica gets a request, where there are several: a name of ``load_router``."""
     tool_call_parser: str = "auto"
     """How models write calls: a name of ``TOOL_PARSERS``, or auto, as the chat template says."""
     profile_folder: Path | None = None

@@ -19,8 +19,9 @@ except ImportError as error:
     ) from None
 
 from mini_infer.runtime.async_engine import AsyncEngine
-from mini_infer.runtime.engine_process import EngineStarter
+from mini_infer.runtime.replica_starters import ReplicaStarters
 from mini_infer.runtime.resolve import load_tokenizer
+from mini_infer.runtime.routing.router import load_router
 from mini_infer.serving.connections import HalfOpen, half_open_limit, raise_descriptor_limit
 from mini_infer.serving.listener import bind, url_of
 from mini_infer.serving.metrics import EngineMetrics
@@ -34,15 +35,15 @@ LAST_WORDS_GRACE = 1
 
 
 def run_server(
-    starter: EngineStarter, host: str, port: int, options: ServerOptions | None = None
+    starters: ReplicaStarters, host: str, port: int, options: ServerOptions | None = None
 ) -> None:
-    """Loads an engine and serves it on ``host:port`` until SIGINT or SIGTERM, then ends it.
+    """Loads engines and serves them on ``host:port`` until SIGINT or SIGTERM, then ends them.
 
     Port 0 takes a free one. Prints the URL as the end of a line, when requests can be sent.
 
     Raises:
         InvalidConfigError: the address can't be listened on.
-        EngineDeadError: the engine died, and could not be started again.
+        EngineDeadError: the last engine died, and could not be started again.
         MiniInferError: an option, the model or its weights can't be used.
     """
     options = options or ServerOptions()
@@ -50,11 +51,13 @@ def run_server(
         _log_to_stderr(access_logger)
     if options.log_interval:
         _log_to_stderr(status_logger)
-    tokenizer = load_tokenizer(starter.locate())  # while the engine loads the weights
+    router = load_router(options.router)
+    tokenizer = load_tokenizer(starters.locate())  # while the engines load the weights
     engine = AsyncEngine(
-        starter.start(),
+        starters.start(),
         tokenizer,
-        starter=starter,
+        starters=starters.each,
+        router=router,
         max_num_queued=options.max_num_queued,
         request_timeout=options.request_timeout,
     )
@@ -78,8 +81,8 @@ def run_server(
             _Server(config, engine, announcement).run([listener])
     finally:
         engine.shutdown()
-    if engine.why_given_up:
-        raise EngineDeadError(engine.why_given_up)
+    if engine.replicas.why_given_up:
+        raise EngineDeadError(engine.replicas.why_given_up)
 
 
 def _log_to_stderr(logger: logging.Logger) -> None:
@@ -131,7 +134,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def _end_with_engine(self) -> None:
-        await self._engine.given_up.wait()
+        await self._engine.replicas.given_up.wait()
         self._exit()
         self._exit()
 

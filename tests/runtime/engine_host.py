@@ -61,6 +61,7 @@ class ThreadHost:
 
 def threaded(engine: LLMEngine, **options: object) -> AsyncEngine:
     """An ``AsyncEngine`` whose core is that of ``engine``; so are input processor and tokenizer."""
-    async_engine = AsyncEngine(ThreadHost(engine.core), engine.tokenizer, **options)  # type: ignore[arg-type]
+    hosts = [ThreadHost(engine.core)]
+    async_engine = AsyncEngine(hosts, engine.tokenizer, **options)  # type: ignore[arg-type]
     async_engine.input_processor = engine.input_processor
     return async_engine

@@ -21,6 +21,7 @@ from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.async_engine import OFF_LOOP_LENGTH, AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.engine_messages import News
+from mini_infer.runtime.replica import Replica
 from tests.runtime.engine_host import threaded
 
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -205,7 +206,7 @@ async def test_a_step_is_one_message(
 ) -> None:
     steps_with_news = 0
     messages: list[News] = []
-    step, on_news = engine.core.step, async_engine._on_news
+    step, on_news = engine.core.step, async_engine.replicas.on_news
 
     def counting_step() -> list[RequestUpdate]:
         nonlocal steps_with_news
@@ -213,12 +214,12 @@ async def test_a_step_is_one_message(
         steps_with_news += bool(updates)
         return updates
 
-    def counting(news: News) -> None:
+    def counting(replica: Replica, news: News) -> None:
         messages.append(news)
-        on_news(news)
+        on_news(replica, news)
 
     monkeypatch.setattr(engine.core, "step", counting_step)
-    monkeypatch.setattr(async_engine, "_on_news", counting)
+    monkeypatch.setattr(async_engine.replicas, "on_news", counting)
     await asyncio.gather(*(text_of(async_engine, "Hello", f"{i}") for i in range(8)))
     assert sum(bool(news.updates) for news in messages) == steps_with_news
     assert steps_with_news < 8 * 8
@@ -258,7 +259,7 @@ async def test_a_slow_consumer_does_not_hold_the_engine_up(
 async def test_who_does_not_read_is_given_up_before_its_answer_fills_the_memory(
     engine: LLMEngine, async_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mini_infer.runtime.async_engine.MAX_BACKLOG", 40)
+    monkeypatch.setattr("mini_infer.runtime.replica_set.MAX_BACKLOG", 40)
     params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True, logprobs=4)
     async with aclosing(async_engine.stream({"slow": "Hello"}, params)) as stream:
         await anext(stream)

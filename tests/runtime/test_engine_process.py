@@ -41,7 +41,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 async def running(options: Mapping[str, Any], **more: Any) -> AsyncIterator[AsyncEngine]:
     starter = EngineStarter(options)
     tokenizer = load_tokenizer(starter.locate())
-    engine = AsyncEngine(starter.start(), tokenizer, starter=starter, **more)
+    engine = AsyncEngine([starter.start()], tokenizer, starters=[starter], **more)
     engine.start()
     try:
         yield engine
@@ -52,7 +52,8 @@ async def running(options: Mapping[str, Any], **more: Any) -> AsyncIterator[Asyn
 
 
 def process_of(engine: AsyncEngine) -> EngineProcess:
-    process = engine._host
+    [replica] = engine.replicas.replicas
+    process = replica._host
     assert isinstance(process, EngineProcess)
     return process
 
@@ -185,7 +186,7 @@ async def test_a_killed_engine_fails_its_requests_and_is_started_again() -> None
         assert process_of(engine).pid != first.pid
         assert await text_of(engine, "Hello") == expected
         assert engine._waiting_room.num_waiting == 0
-        assert not engine._choices._choices
+        assert not engine.replicas.replicas[0].choices._choices
         assert not Path(first._folder).exists()
     queued = [event.request_id for event in events if isinstance(event, Queued)]
     ends = {e.request_id: e.reason for e in events if isinstance(e, Finished)}
@@ -248,7 +249,7 @@ async def test_an_engine_that_cannot_be_restarted_is_given_up(
 
         monkeypatch.setattr(EngineStarter, "start", fail)
         os.kill(process_of(engine).pid, signal.SIGKILL)
-        await engine.given_up.wait()
+        await engine.replicas.given_up.wait()
         assert len(starts) == 5
         with pytest.raises(EngineDeadError, match=f"{why}.*; 5 restarts did not help"):
             await text_of(engine, "Hello")
@@ -278,7 +279,7 @@ async def test_shutdown_while_it_restarts_waits_for_nothing(
     monkeypatch.setattr(engine_restarts, "FIRST_DELAY", 0.001)
     async with running(SLOW) as engine:
         os.kill(process_of(engine).pid, signal.SIGKILL)
-        await until(lambda: engine._restarts._num_restarts == 1)
+        await until(lambda: engine.replicas.replicas[0]._restarts._num_restarts == 1)
     await until(lambda: children() <= before)
 
 

@@ -116,7 +116,7 @@ def let_time_pass(server: LiveServer) -> None:
     """The limit of every request that runs is reached now."""
     engine = server.async_engine
     assert engine._loop is not None
-    for consumer in set(engine._consumers.values()):
+    for consumer in {flight.consumer for flight in engine.replicas._in_flight.values()}:
         engine._loop.call_soon_threadsafe(engine._expire, consumer)
 
 
@@ -141,7 +141,7 @@ def test_an_answer_that_takes_too_long(
 def test_an_answer_in_time_is_whole(server: LiveServer, finished: list[Event]) -> None:
     assert server.chat(max_tokens=3, ignore_eos=True).status_code == 200
     assert reasons(finished) == ["length"]
-    assert server.async_engine._consumers == {}
+    assert server.async_engine.replicas._in_flight == {}
 
 
 def test_a_stream_that_takes_too_long_says_so_and_is_done(

@@ -20,9 +20,9 @@ from tests.serving.live import CHAT, MODEL, LiveServer, wait_for
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-from mini_infer.runtime.engine_process import EngineStarter
+from mini_infer.runtime.replica_starters import ReplicaStarters
 from mini_infer.serving.server import run_server
-run_server(EngineStarter({"dry_run": True}), "127.0.0.1", 0)
+run_server(ReplicaStarters({"dry_run": True}), "127.0.0.1", 0)
 heavy = ("torch", "transformers", "numpy", "jinja2", "tokenizers", "prometheus_client")
 print([name for name in heavy if name in sys.modules], flush=True)
 """

@@ -1,0 +1,100 @@
+"""Starts a server's engines: processes of the same options, each on devices of its own."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mini_infer.core.errors import InvalidConfigError
+from mini_infer.runtime.engine_process import EngineProcess, EngineStarter
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+NUM_THREADS = "OMP_NUM_THREADS"
+
+
+class ReplicaStarters:
+    """An ``EngineStarter`` for each replica. A context manager, which ends what was spawned and not
+    started.
+
+    Raises:
+        InvalidConfigError: there are fewer GPUs than the replicas take.
+    """
+
+    def __init__(self, options: Mapping[str, Any], num_replicas: int = 1) -> None:
+        """``options`` are those of ``EngineConfig``, of all of them."""
+        self.each = [
+            EngineStarter(options, replica_environment(options, index, num_replicas))
+            for index in range(num_replicas)
+        ]
+
+    def __enter__(self) -> "ReplicaStarters":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
+
+    def spawn(self) -> None:
+        """Starts the first one's process."""
+        self.each[0].spawn()
+
+    def locate(self) -> Path | None:
+        """``EngineStarter.locate`` of the first one, which fetches the model if it is not there,
+        and then starts the others' processes. They all go on loading."""
+        first, *others = self.each
+        folder = first.locate()
+        for starter in others:
+            starter.spawn()
+        return folder
+
+    def start(self) -> list[EngineProcess]:
+        """Loaded engines; raises what ``EngineProcess.finish`` does, and then starts none."""
+        processes: list[EngineProcess] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.cancel)
+            for starter in self.each:
+                process = starter.start()
+                stack.callback(process.close)
+                processes.append(process)
+            stack.pop_all()
+        return processes
+
+    def cancel(self) -> None:
+        """Ends what is being started."""
+        for starter in self.each:
+            starter.cancel()
+
+
+def replica_environment(options: Mapping[str, Any], index: int, num: int) -> dict[str, str]:
+    """Variables for the process of replica ``index`` of ``num``: its own GPUs, and its share of the
+    processor's cores, unless the user said how many threads there shall be.
+
+    Raises:
+        InvalidConfigError: there are fewer GPUs than the replicas take.
+    """
+    if num == 1:
+        return {}
+    threads = os.environ.get(NUM_THREADS) or str(max(1, _num_cores() // num))
+    environment = {NUM_THREADS: threads}
+    per_replica = int(options.get("tensor_parallel_size") or 1)
+    per_replica *= int(options.get("pipeline_parallel_size") or 1)
+    wanted = range(index * per_replica, (index + 1) * per_replica)
+    visible = os.environ.get(VISIBLE_DEVICES)
+    if visible is None:
+        environment[VISIBLE_DEVICES] = ",".join(map(str, wanted))
+    elif visible and not (options.get("dry_run") or options.get("device") == "cpu"):
+        devices = visible.split(",")
+        if len(devices) < num * per_replica:
+            raise InvalidConfigError(
+                f"{num} replicas take {num * per_replica} GPUs, and {VISIBLE_DEVICES} names "
+                f"{len(devices)}: give fewer replicas, or device 'cpu'"
+            )
+        environment[VISIBLE_DEVICES] = ",".join(devices[number] for number in wanted)
+    return environment
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Which of a server's engines gets a request."""

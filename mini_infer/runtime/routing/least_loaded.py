@@ -1,0 +1,14 @@
+"""Whoever has the least to do."""
+
+from collections.abc import Sequence
+
+from mini_infer.runtime.routing.router import Candidate, RoutedRequest
+
+
+class LeastLoaded:
+    """Implements ``Router``: the least load; of equal ones who was given least so far."""
+
+    asks_for_prefixes = False
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[Candidate]) -> int:
+        return min(replicas, key=lambda one: (one.load, one.num_given_tokens, one.index)).index
