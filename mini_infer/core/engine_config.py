@@ -16,6 +16,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 AttentionBackend = Literal["torch", "triton", "flash_attn"]
+ExecutorBackend = Literal["local", "mp"]
 DEFAULT_MODEL = "smollm2-135m"
 MAX_NUM_SEQS = 2**16
 MAX_NUM_KV_BLOCKS = 2**24
@@ -103,6 +104,15 @@ class EngineConfig:
         "ngram, draft_model, early_exit, head, or your module:Class.",
         kind=SpeculativeConfig,
     )
+    tensor_parallel_size: int = option(
+        1, "Processes, on a GPU each, that the layers of the model are cut for.", kind=int
+    )
+    distributed_executor_backend: ExecutorBackend = option(
+        AUTO,
+        "Where steps run: local (in the engine's process; the default for one), or mp (a process "
+        "each on this host).",
+        choices=("local", "mp"),
+    )
     enforce_eager: bool = option(
         False,
         "Launch every kernel of a step anew, instead of replaying CUDA graphs; a CPU has none.",
@@ -120,6 +130,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "depth",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -136,6 +147,11 @@ class EngineConfig:
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise InvalidConfigError(
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}"
+            )
+        if self.tensor_parallel_size > 1 and self.distributed_executor_backend == "local":
+            raise InvalidConfigError(
+                f"a tensor_parallel_size of {self.tensor_parallel_size} needs as many processes: "
+                f"leave distributed_executor_backend at auto, or give mp"
             )
         if self.depth > MAX_DEPTH:
             raise InvalidConfigError(f"depth must be at most {MAX_DEPTH}, got {self.depth}")

@@ -29,6 +29,8 @@ def num_blocks_that_fit(config: EngineConfig, layout: KVLayout, dtype: torch.dty
         return config.num_kv_blocks
     assert config.kv_cache_memory is not None, "without either, a GPU is profiled"
     size = bytes_per_block(config, layout, dtype)
+    if config.device == "cpu":  # whose memory the ranks share
+        size *= config.tensor_parallel_size
     count = config.kv_cache_memory // size
     if count < 1:
         raise OutOfMemoryError(

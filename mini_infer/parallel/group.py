@@ -24,6 +24,7 @@ DEVICE_COLLECTIVE_SECONDS = 60.0
 """The same on GPUs, where the first collective builds all connections. What hangs is found sooner,
 by who waits for the step."""
 LOOPBACK = Path("/sys/class/net/lo")
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in 2.13
 
 
 class CollectiveError(EngineDeadError):
@@ -76,7 +77,7 @@ class DistributedGroup(TensorParallelGroup):
     def all_gather_columns(self, x: Tensor, num_columns: int, out: Tensor | None = None) -> Tensor:
         parts = x.new_empty(self.size, *x.shape)
         with _collective():
-            dist.all_gather_into_tensor(parts.view(-1, x.shape[1]), x.contiguous())
+            _all_gather(parts.view(-1, x.shape[1]), x.contiguous())
         return side_by_side(parts, num_columns, out)
 
     def broadcast_(self, x: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """The in-process executor: a ``ModelRunner`` on this process's device."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
@@ -32,29 +34,13 @@ class LocalExecutor:
             WeightsError: the checkpoint does not fit the architecture.
             OutOfMemoryError: weights or KV cache do not fit the memory.
         """
-        try:
+        with allocation_failures():
             self._runner.load()
             compile_kernels(self._runner)
             num_blocks = self._runner.profile_num_blocks()
             self._runner.init_cache(num_blocks)
             self._runner.capture_graphs()
-        except (MemoryError, RuntimeError) as error:
-            text = str(error)
-            if text and not any(sign in text for sign in ALLOCATION_FAILED):
-                raise
-            raise OutOfMemoryError(
-                f"the model does not fit the memory that is there ({text.partition(chr(10))[0]}): "
-                "use a smaller model or dtype, or lower max_num_seqs, max_model_len, "
-                "max_num_batched_tokens, or what you gave the KV cache"
-            ) from error
-        longest = num_blocks * self._config.block_size + 1  # the last token is never an input
-        if longest < self._config.max_model_len:
-            logger.warning(
-                "the KV cache holds less than max_model_len %d: prompt and answer together may "
-                "have %d tokens; raise kv_cache_memory (gpu_memory_utilization on a GPU)",
-                self._config.max_model_len,
-                longest,
-            )
+        warn_if_short(self._config, num_blocks)
         return num_blocks
 
     def step_costs(self) -> StepCosts | None:
@@ -66,3 +52,35 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         self._runner.release()
+
+
+@contextmanager
+def allocation_failures() -> Iterator[None]:
+    """Around what takes memory at a start.
+
+    Raises:
+        OutOfMemoryError: in place of what an allocator raises.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if text and not any(sign in text for sign in ALLOCATION_FAILED):
+            raise
+        raise OutOfMemoryError(
+            f"the model does not fit the memory that is there ({text.partition(chr(10))[0]}): "
+            "use a smaller model or dtype, or lower max_num_seqs, max_model_len, "
+            "max_num_batched_tokens, or what you gave the KV cache"
+        ) from error
+
+
+def warn_if_short(config: EngineConfig, num_blocks: int) -> None:
+    """Says so where the KV cache does not hold the longest request."""
+    longest = num_blocks * config.block_size + 1  # the last token is never an input
+    if longest < config.max_model_len:
+        logger.warning(
+            "the KV cache holds less than max_model_len %d: prompt and answer together may "
+            "have %d tokens; raise kv_cache_memory (gpu_memory_utilization on a GPU)",
+            config.max_model_len,
+            longest,
+        )

@@ -16,6 +16,7 @@ from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.executor import Executor
+from mini_infer.runtime.resolve_parallel import resolve_ranks
 from mini_infer.runtime.resolve_speculation import parse_speculation, resolve_speculation
 from mini_infer.runtime.tokenizer import Tokenizer
 
@@ -62,9 +63,13 @@ def resolve_core(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor]:
 
     files = locate_model(given["model"])
     model_config = load_model_config(files)
+    config = _resolve(given, model_config, files)
+    if config.distributed_executor_backend == "mp":
+        from mini_infer.runtime.mp_executor import MultiProcessExecutor
+
+        return config, MultiProcessExecutor(config, files)
     from mini_infer.runtime.local_executor import LocalExecutor  # torch: only once there is a model
 
-    config = _resolve(given, model_config, files)
     return config, LocalExecutor(config, files)
 
 
@@ -157,7 +162,8 @@ def _dry_run_core(given: dict[str, Any]) -> tuple[EngineConfig, Executor]:
 
     model_config = dry_run_model_config()
     given |= {"device": "cpu", "dtype": "float32", "attention_backend": "torch"}
-    given["load_format"] = "dummy"
+    given |= {"load_format": "dummy", "tensor_parallel_size": 1}  # no weights to spread
+    given["distributed_executor_backend"] = "local"
     if given["served_model_name"] == AUTO and given["model"] == DEFAULT_MODEL:
         given["served_model_name"] = DRY_RUN_NAME  # nobody should take it for the model
     _resolve_lengths(given, model_config)
@@ -177,6 +183,7 @@ def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFile
         given["device"] = "cuda" if has_gpu else "cpu"
     elif given["device"] == "cuda" and not has_gpu:
         raise InvalidConfigError("device 'cuda' was asked for, but torch sees no GPU")
+    resolve_ranks(given, model_config)
     if given["dtype"] == AUTO:
         given["dtype"] = _fastest_dtype(given["device"], model_config)
     if given["load_format"] == AUTO:

@@ -46,6 +46,7 @@ def make_config(**options: object) -> EngineConfig:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "depth": 1,
+        "distributed_executor_backend": "local",
     }
     return EngineConfig(**(defaults | options))  # type: ignore[arg-type]
 

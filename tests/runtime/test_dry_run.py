@@ -30,6 +30,7 @@ def make_config(**options: Any) -> EngineConfig:
         "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
         "depth": 2,
+        "distributed_executor_backend": "local",
         "dry_run": True,
     }
     return EngineConfig(**{**defaults, **options})

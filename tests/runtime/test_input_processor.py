@@ -40,6 +40,7 @@ CONFIG = EngineConfig(
     max_num_seqs=64,
     max_num_batched_tokens=64,
     depth=1,
+    distributed_executor_backend="local",
     block_size=4,
 )
 

@@ -1,0 +1,46 @@
+"""Signs of life of the ranks: a page of memory that they and the engine share.
+
+Not messages: nobody has to read them, and a rank that is stopped leaves none unread.
+"""
+
+import mmap
+import struct
+from pathlib import Path
+
+_COUNTER = struct.Struct("=q")
+_PER_RANK = 2 * _COUNTER.size
+
+
+class RankBeats:
+    """Two counters for each rank: beats of a thread of its own, and steps that it is done with.
+
+    A rank writes its own, one thread each; eight aligned bytes are written at once.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Maps the file at ``path``, which is made where there is none."""
+        with path.open("ab+") as file:
+            file.truncate(size * _PER_RANK)
+            self._memory = mmap.mmap(file.fileno(), size * _PER_RANK)
+        self._size = size
+
+    def beat(self, rank: int) -> None:
+        """The process of ``rank`` runs."""
+        self._count(rank * _PER_RANK)
+
+    def finish_step(self, rank: int) -> None:
+        """``rank`` has launched all of a step, or failed to."""
+        self._count(rank * _PER_RANK + _COUNTER.size)
+
+    def read(self) -> list[tuple[int, int]]:
+        """Beats and steps of each rank so far."""
+        counters = struct.unpack(f"={2 * self._size}q", self._memory[:])
+        return list(zip(counters[::2], counters[1::2], strict=True))
+
+    def close(self) -> None:
+        """Lets go of the memory; the file is removed with its folder."""
+        self._memory.close()
+
+    def _count(self, offset: int) -> None:
+        (count,) = _COUNTER.unpack_from(self._memory, offset)
+        _COUNTER.pack_into(self._memory, offset, count + 1)

@@ -1,0 +1,238 @@
+"""A rank's process: loads its part of a model, then runs the steps that its engine sends.
+
+    python -c "..." FOLDER RANK SIZE
+
+``RankProcesses`` starts it. Standard input is the engine's lifeline: it ends when the engine's
+process does, however that ends, and this process with it.
+"""
+
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from mini_infer.core.errors import DEBUG, EngineDeadError
+from mini_infer.runtime.engine_messages import Failure
+from mini_infer.runtime.rank_beats import RankBeats
+from mini_infer.runtime.rank_messages import (
+    Costs,
+    Done,
+    Failed,
+    FromRank,
+    Load,
+    Measure,
+    Prepare,
+    Profile,
+    Result,
+    Run,
+    Sample,
+    StepFailed,
+    Stop,
+    ToRank,
+    Up,
+)
+
+if TYPE_CHECKING:
+    from mini_infer.modeling.model_runner import ModelRunner
+    from mini_infer.modeling.step_result import LocalStep, MaskedStep
+
+BEAT_SECONDS = 0.25
+LAST_WORDS_MS = 500
+INBOX, OUTBOX = "rank-{}", "engine"
+"""Names of the sockets in the folder: one for each rank's orders, one for all that they tell."""
+BEATS = "beats"
+ALONE = "a step before it failed"
+
+
+def main() -> None:
+    """Runs until the engine says so, or is gone."""
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    # Ctrl-C and a service manager's SIGTERM are the engine's to obey: it tells us when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_engine, args=(folder,), daemon=True).start()
+    beats = RankBeats(folder / BEATS, size)
+    threading.Thread(target=_beat, args=(beats, rank), daemon=True).start()
+    link = EngineLink(folder, rank)
+    exit_code = 0
+    try:
+        link.send(Up(rank))
+        RankWorker(folder, rank, size, link, beats).run()
+    except Exception as error:
+        if os.environ.get(DEBUG, "") not in ("", "0"):  # the engine has the error's text only
+            traceback.print_exc()
+        link.send(Failed(rank, Failure.of(error), _lost_another(error)))
+        exit_code = 1
+    link.close()
+    os._exit(exit_code)  # other ranks need not be there any more for a farewell
+
+
+class EngineLink:
+    """Orders in, reports out; several threads may report."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._outbox = self._context.socket(zmq.PUSH)
+        for socket, name in ((self._inbox, INBOX.format(rank)), (self._outbox, OUTBOX)):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+            socket.connect(f"ipc://{folder}/{name}")
+        self._sending = threading.Lock()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ToRank).decode
+
+    def receive(self) -> ToRank:
+        """The next order; waits for it."""
+        order: ToRank = self._decode(self._inbox.recv())
+        return order
+
+    def send(self, message: FromRank) -> None:
+        """Never waits."""
+        with self._sending:
+            self._outbox.send(self._encode(message))
+
+    def close(self) -> None:
+        """Once what was sent is there, or nobody takes it."""
+        self._inbox.close()
+        self._outbox.close()
+        self._context.term()
+
+
+class RankWorker:
+    """Obeys the link. One thread launches steps; on rank 0 another one waits for their results, so
+    that the next step is launched meanwhile."""
+
+    def __init__(
+        self, folder: Path, rank: int, size: int, link: EngineLink, beats: RankBeats
+    ) -> None:
+        self._folder, self._rank, self._size = folder, rank, size
+        self._link, self._beats = link, beats
+        self._runner: ModelRunner
+        self._unsampled: MaskedStep | None = None
+        self._failed_epoch = -1
+        self._launched: queue.SimpleQueue[tuple[int, LocalStep | MaskedStep]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Returns after ``Stop``; raises what ends a rank."""
+        if self._rank == 0:
+            threading.Thread(target=self._tell_results, daemon=True).start()
+        while True:
+            order = self._link.receive()
+            match order:
+                case Run() | Sample():
+                    self._step(order)
+                case Load():
+                    self._load(order)
+                    self._link.send(Done(self._rank))
+                case Profile():
+                    self._link.send(Done(self._rank, self._count_blocks()))
+                case Prepare():
+                    self._prepare(order.num_blocks)
+                    self._link.send(Done(self._rank))
+                case Measure():
+                    from mini_infer.modeling.step_cost_profile import measure_step_costs
+
+                    self._link.send(Costs(self._rank, measure_step_costs(self._runner)))
+                case Stop():
+                    return
+
+    def _load(self, order: Load) -> None:
+        import torch  # takes seconds: what comes before must not wait for it
+
+        from mini_infer.modeling.model_files import ModelFiles
+        from mini_infer.modeling.model_runner import ModelRunner
+        from mini_infer.parallel.group import join_ranks
+        from mini_infer.runtime.local_executor import allocation_failures
+
+        device = torch.device(order.config.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", self._rank)
+            torch.cuda.set_device(device)
+        group = join_ranks(self._rank, self._size, device, self._folder)
+        files = ModelFiles(Path(order.folder), Path(order.weights))
+        self._runner = ModelRunner(order.config, files, group)
+        with allocation_failures():
+            self._runner.load()
+
+    def _count_blocks(self) -> int:
+        from mini_infer.modeling.kernel_warm_up import compile_kernels
+        from mini_infer.runtime.local_executor import allocation_failures
+
+        with allocation_failures():
+            compile_kernels(self._runner)
+            return self._runner.profile_num_blocks()
+
+    def _prepare(self, num_blocks: int) -> None:
+        from mini_infer.runtime.local_executor import allocation_failures
+
+        with allocation_failures():
+            self._runner.init_cache(num_blocks)
+            self._runner.capture_graphs()
+
+    def _step(self, order: Run | Sample) -> None:
+        if order.epoch == self._failed_epoch:
+            self._link.send(StepFailed(self._rank, order.number, Failure("StepError", ALONE)))
+            return
+        try:
+            self._launch(order)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._failed_epoch = order.epoch
+            self._link.send(StepFailed(self._rank, order.number, Failure.of(error)))
+        self._beats.finish_step(self._rank)
+
+    def _launch(self, order: Run | Sample) -> None:
+        if isinstance(order, Sample):
+            step = self._unsampled
+            assert step is not None, "it was launched"
+            step.sample(bytearray(order.masks))
+            self._launched.put((order.number, step))
+            return
+        launched = self._runner.execute(order.batch)
+        if order.batch.masked:
+            from mini_infer.modeling.step_result import MaskedStep
+
+            assert isinstance(launched, MaskedStep)
+            self._unsampled = launched
+        else:
+            self._launched.put((order.number, launched))
+
+    def _tell_results(self) -> None:
+        while True:
+            number, step = self._launched.get()
+            try:
+                message: FromRank = Result(number, step.result())
+            except Exception as error:
+                message = Failed(self._rank, Failure.of(error), _lost_another(error))
+            self._link.send(message)
+
+
+def _lost_another(error: Exception) -> bool:
+    group = sys.modules.get("mini_infer.parallel.group")
+    return group is not None and isinstance(error, group.CollectiveError)
+
+
+def _beat(beats: RankBeats, rank: int) -> None:
+    while True:
+        beats.beat(rank)
+        time.sleep(BEAT_SECONDS)
+
+
+def _end_with_engine(folder: Path) -> None:
+    """Nobody else is left to remove the sockets, where the engine was killed."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

@@ -1,0 +1,146 @@
+"""Ranks as processes: the same tokens as one process, and faults that end in a clear error, within
+seconds, with nothing left behind."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mini_infer.core.errors import EngineDeadError, WeightsError
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.modeling.model_files import ModelFiles
+from mini_infer.parallel.group import COLLECTIVE_SECONDS
+from mini_infer.runtime import mp_executor, rank_processes
+from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.mp_executor import MultiProcessExecutor
+from tests.runtime.engine_tools import generate, greedy, run
+from tests.runtime.fake_executor import make_config
+from tests.runtime.faulty_ranks import FATAL_TOKEN
+from tests.runtime.tiny_model import tiny_engine
+
+PROMPT = [5, 6, 7, 8]
+FATAL = [FATAL_TOKEN, 5, 6]
+LIMIT = 10.0
+"""Seconds from a fault to its error."""
+NOTHING = ModelFiles(Path("unused"), Path("unused"))
+
+
+def executor(fault: str | None = None, **options: Any) -> MultiProcessExecutor:
+    if fault is not None:
+        options["speculative_config"] = SpeculativeConfig(
+            method=f"tests.runtime.faulty_ranks:{fault}",
+            num_speculative_tokens=1,
+            adaptive=False,
+            on_device=True,
+        )
+    config = make_config(tensor_parallel_size=2, distributed_executor_backend="mp", **options)
+    return MultiProcessExecutor(config, NOTHING)
+
+
+def alone(prompt: list[int], params: SamplingParams) -> list[int]:
+    return generate(tiny_engine(), [prompt], params)[0]
+
+
+def engine_over(ranks: MultiProcessExecutor) -> LLMEngine:
+    return LLMEngine(ranks._config, ranks, ByteTokenizer())
+
+
+def assert_gone(pids: list[int], folder: Path) -> None:
+    assert not folder.exists()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_the_limits_leave_room() -> None:
+    """A collective that waits in vain, or a silent rank, then the search for who is to blame."""
+    waits = (
+        COLLECTIVE_SECONDS + rank_processes.GRACE_SECONDS,
+        rank_processes.SILENCE_SECONDS,
+        rank_processes.LAG_SECONDS,
+    )
+    assert max(waits) + 1 < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("IsKilled", "rank 1 was killed by SIGKILL"),
+        ("IsStopped", "rank 1 has given no sign of life"),
+        ("Loops", "rank 1 hangs|has waited in vain"),
+        ("FailsOnOne", "rank 1 failed in a step where others did not: it was told to"),
+    ],
+)
+def test_a_fault_of_one_rank_in_mid_step(
+    fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(rank_processes, "LAG_SECONDS", 2.0)
+    monkeypatch.setattr(mp_executor, "LAG_SECONDS", 2.0)
+    ranks = executor(fault)
+    engine = engine_over(ranks)
+    pids, folder = ranks.ranks.pids, ranks.ranks.folder
+    engine.add_request("good", PROMPT, greedy(4))
+    assert run(engine)["good"].outputs[0].finish_reason == "length"
+    engine.add_request("fatal", FATAL, greedy(4))
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"the model's 2 ranks have ended: .*({reason})"):
+        run(engine)
+    assert time.monotonic() - begin < LIMIT
+    assert_gone(pids, folder)
+    with pytest.raises(EngineDeadError, match="have ended"):
+        ranks.submit(None)  # type: ignore[arg-type]
+    engine.shutdown()
+
+
+def test_a_step_that_fails_on_every_rank_ends_its_request_only() -> None:
+    engine = engine_over(executor("FailsOnAll", depth=2))
+    engine.add_request("good", PROMPT, greedy(12))
+    engine.add_request("fatal", FATAL, greedy(12))
+    outputs = run(engine)
+    assert outputs["fatal"].outputs[0].finish_reason == "error"
+    engine.add_request("again", PROMPT, greedy(12))
+    again = run(engine)["again"].outputs[0].token_ids
+    assert outputs["good"].outputs[0].token_ids == again == alone(PROMPT, greedy(12))
+    engine.shutdown()
+
+
+def test_an_error_while_loading_is_what_one_process_raises() -> None:
+    config = make_config(
+        tensor_parallel_size=2, distributed_executor_backend="mp", load_format="safetensors"
+    )
+    ranks = MultiProcessExecutor(config, ModelFiles(Path("/nowhere"), Path("/nowhere")))
+    with pytest.raises(WeightsError, match="/nowhere holds no"):
+        ranks.start()
+    assert_gone(ranks.ranks.pids, ranks.ranks.folder)
+    ranks.shutdown()
+
+
+PARENT = """
+import sys, time
+sys.path[:0] = {path!r}
+from tests.runtime.test_mp_executor import executor
+ranks = executor()
+ranks.start()
+print(ranks.ranks.folder, *ranks.ranks.pids, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_their_engine() -> None:
+    program = PARENT.format(path=sys.path)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    folder, *pids = parent.stdout.readline().split()
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + LIMIT
+    ranks = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+    _, alive = psutil.wait_procs(ranks, timeout=LIMIT)
+    assert not alive
+    assert not Path(folder).exists()
+    assert time.monotonic() < deadline
