@@ -266,3 +266,22 @@ def accept_drafts_(
         result: Tensor = kernels.accept_drafts_(token_ids, *rows, token_table, last_positions)
         return result
     return reference.accept_drafts_(token_ids, *rows, token_table, last_positions)
+
+
+def last_samples(
+    first_samples: Tensor, num_accepted: Tensor, token_ids: Tensor, places: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``reference.last_samples``."""
+    arguments = first_samples, num_accepted, token_ids, places, hidden
+    if hidden.is_cuda and (kernels := gpu_kernels()):
+        result: tuple[Tensor, Tensor, Tensor] = kernels.last_samples(*arguments)
+        return result
+    return reference.last_samples(*arguments)
+
+
+def write_drafts_(token_table: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor) -> None:
+    """See ``reference.write_drafts_``."""
+    if slots.is_cuda and (kernels := gpu_kernels()):
+        kernels.write_drafts_(token_table, slots, positions, drafts)
+    else:
+        reference.write_drafts_(token_table, slots, positions, drafts)

@@ -291,3 +291,21 @@ def verify_inputs(
         starts + width,
         block_table[slots, :num_columns],
     )
+
+
+def last_samples(
+    first_samples: Tensor, num_accepted: Tensor, token_ids: Tensor, places: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What R rows sampled last: sample ``first_samples[r] + num_accepted[r]`` of S.
+
+    ``token_ids, places [S]`` int64 and ``hidden [S, size]`` -> the same of those, ``[R]``, ``[R]``,
+    ``[R, size]``.
+    """
+    last = first_samples + num_accepted
+    return token_ids[last], places[last], hidden[last]
+
+
+def write_drafts_(token_table: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor) -> None:
+    """Puts ``drafts [R, k]`` behind the ``positions [R]`` of the slots' last tokens."""
+    places = positions[:, None] + torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
+    token_table.index_put_((slots[:, None], places), drafts.to(token_table.dtype))

@@ -27,7 +27,7 @@ from mini_infer.modeling.cuda_graphs import record
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.proposers.proposer import DeviceProposer, DraftRows
 from mini_infer.modeling.sampler import draw
-from mini_infer.modeling.speculative_step import StepRows, write_drafts_
+from mini_infer.modeling.speculative_step import StepRows
 from mini_infer.modeling.step_layout import StepLayout
 from mini_infer.modeling.upload import copy_to_device
 
@@ -272,9 +272,8 @@ class ProposeGraphs(ShapedGraphs):
         super().__init__(shapes, (state.null_slot, 0, sampled.nobodys), state.device, pool)
         self._most_rehearsed = 2  # what proposes a third draft proposed the second
         self._state, self._proposer, self.sampled = state, proposer, sampled
-        size = max(row_sizes(config), default=0), max(counts, default=0)
-        self._num_accepted = torch.zeros(size[0], dtype=torch.int64, device=state.device)
-        self._drafts = torch.zeros(size, dtype=torch.int64, device=state.device)
+        # What the kernels of a graph write to is its own, as long as somebody holds it.
+        self._results: dict[Shape, tuple[Tensor, Tensor | None]] = {}
 
     def capture(self, shapes: Sequence[Shape] | None = None) -> None:
         """See ``ShapedGraphs.capture``.
@@ -300,19 +299,20 @@ class ProposeGraphs(ShapedGraphs):
 
     def run(
         self, shape: Shape, layout: StepLayout, first_samples: list[int]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Accepts drafts of R sampled chunks, whose samples begin at ``first_samples`` of what
         ``sampled`` holds, and proposes ``shape[1]`` new ones.
 
-        Returns how many each chunk accepts ``[R]``, and its next drafts ``[R, shape[1]]``, which
-        stand in the token table, too. The next step overwrites both.
+        Returns how many each chunk accepts ``[R]``, and its next drafts ``[R, shape[1]]``, if any,
+        which stand in the token table, too. The next step overwrites both.
         """
         slots = [layout.slots[index] for index in layout.sampled]
         self.replay(shape, slots, layout.num_drafts, first_samples)
-        return self._num_accepted[: len(slots)], self._drafts[: len(slots), : shape[1]]
+        num_accepted, drafts = self._results[shape]
+        return num_accepted[: len(slots)], drafts if drafts is None else drafts[: len(slots)]
 
     def _step(self, shape: Shape) -> None:
-        num_rows, num_proposed = shape
+        num_proposed = shape[1]
         state, sampled = self._state, self.sampled
         slots, num_drafts, first = self._columns(shape)
         num_accepted = ops.accept_drafts_(
@@ -324,17 +324,13 @@ class ProposeGraphs(ShapedGraphs):
             state.token_table,
             state.last_positions,
         )
-        self._num_accepted[:num_rows].copy_(num_accepted)
-        if not num_proposed:
-            return
-        assert self._proposer is not None
-        last = first + num_accepted
-        rows = DraftRows(
-            slots=slots,
-            positions=sampled.places.index_select(0, last),
-            token_ids=sampled.token_ids.index_select(0, last),
-            hidden=sampled.hidden.index_select(0, last),
-        )
-        drafts = self._proposer.propose(rows, num_proposed)
-        write_drafts_(state.token_table, slots, rows.positions, drafts)
-        self._drafts[:num_rows, :num_proposed].copy_(drafts)
+        drafts = None
+        if num_proposed:
+            assert self._proposer is not None
+            token_ids, positions, hidden = ops.last_samples(
+                first, num_accepted, sampled.token_ids, sampled.places, sampled.hidden
+            )
+            rows = DraftRows(slots, positions, token_ids, hidden)
+            drafts = self._proposer.propose(rows, num_proposed)
+            ops.write_drafts_(state.token_table, slots, positions, drafts)
+        self._results[shape] = num_accepted, drafts

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mini_infer.core.batch import ScheduledBatch
@@ -148,36 +147,17 @@ class SpeculativeSteps:
         )
         if not wants_drafts:
             return num_accepted, None
-        last = first + num_accepted
-        return num_accepted, self._propose(layout, device_slots, last, rows, token_ids)
+        last = ops.last_samples(first, num_accepted, token_ids, rows.places, rows.hidden)
+        return num_accepted, self._propose(layout, device_slots, last)
 
     def _propose(
-        self,
-        layout: StepLayout,
-        slots: Tensor,
-        last_samples: Tensor,
-        rows: StepRows,
-        sampled: Tensor,
+        self, layout: StepLayout, slots: Tensor, samples: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
-        """Drafts ``[R, k]`` behind all sampled chunks' last tokens, which are the samples
-        ``last_samples [R]``; also in the token table. Of a chunk that wants fewer, the next step
-        verifies fewer."""
+        """Drafts ``[R, k]`` behind all sampled chunks' last ``samples``; also in the token table.
+        Of a chunk that wants fewer, the next step verifies fewer."""
         assert self._proposer is not None, "the scheduler asks only a proposer on the device"
-        positions = rows.places.index_select(0, last_samples)
-        drafts = self._proposer.propose(
-            DraftRows(
-                slots=slots,
-                positions=positions,
-                token_ids=sampled.index_select(0, last_samples),
-                hidden=rows.hidden.index_select(0, last_samples),
-            ),
-            max(layout.num_proposed),
-        )
-        write_drafts_(self._state.token_table, slots, positions, drafts)
+        token_ids, positions, hidden = samples
+        rows = DraftRows(slots, positions, token_ids, hidden)
+        drafts = self._proposer.propose(rows, max(layout.num_proposed))
+        ops.write_drafts_(self._state.token_table, slots, positions, drafts)
         return drafts
-
-
-def write_drafts_(token_table: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor) -> None:
-    """Puts ``drafts [R, k]`` behind the ``positions [R]`` of the slots' last tokens."""
-    places = positions[:, None] + torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
-    token_table.index_put_((slots[:, None], places), drafts.to(token_table.dtype))

@@ -13,6 +13,7 @@ from tests.kernels.triton_device import DEVICE
 pytest.importorskip("triton")
 inputs_kernels = pytest.importorskip("mini_infer.kernels.triton.verify_inputs")
 accept_kernels = pytest.importorskip("mini_infer.kernels.triton.accept_drafts")
+draft_kernels = pytest.importorskip("mini_infer.kernels.triton.draft_rows")
 
 NULL_SLOT, NULL_BLOCK = 6, 77
 POISON = -7
@@ -101,3 +102,33 @@ def test_drafts_up_to_the_first_that_differs(rows: list[tuple[int, int, int]], s
         assert accepted.tolist() == [right for _, right, _ in rows]
         assert torch.equal(tables[0].cpu(), expected_table)
         assert torch.equal(tables[1].cpu(), expected_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 1000, 3584])
+def test_last_samples(size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    token_ids, places = integers(generator, 2**17, 40), integers(generator, 2**31, 40)
+    hidden = torch.randn(40, size, generator=generator).to(dtype)
+    first, num_accepted = torch.tensor([0, 39, 5, 17]), torch.tensor([3, 0, 1, 16])
+    arguments = [t.to(DEVICE) for t in (first, num_accepted, token_ids, places, hidden)]
+    poison_free_memory()
+    found = draft_kernels.last_samples(*arguments)
+    for ours, theirs in zip(found, reference.last_samples(*arguments), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 5, MAX_DRAFTS])
+def test_drafts_behind_the_last_token(num_drafts: int) -> None:
+    """Also those that lie apart, as a proposer may have stacked them the other way."""
+    generator = torch.Generator().manual_seed(num_drafts)
+    table = integers(generator, 99, NULL_SLOT + 1, 40).int()
+    slots, positions = torch.tensor([4, 0, 2]), torch.tensor([0, 23, 11])
+    drafts = integers(generator, 2**17, num_drafts, 3).t()
+    found, expected = table.clone().to(DEVICE), table.clone()
+    rows = slots, positions, drafts
+    draft_kernels.write_drafts_(found, *(tensor.to(DEVICE) for tensor in rows))
+    reference.write_drafts_(expected, *rows)
+    assert torch.equal(found.cpu(), expected)
+    assert (found.cpu() != table).sum() <= 3 * num_drafts

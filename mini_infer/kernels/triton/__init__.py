@@ -10,6 +10,7 @@ from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
 from mini_infer.kernels.triton.chunk_inputs import chunk_inputs
 from mini_infer.kernels.triton.decode_inputs import decode_inputs
+from mini_infer.kernels.triton.draft_rows import last_samples, write_drafts_
 from mini_infer.kernels.triton.embedding import embedding
 from mini_infer.kernels.triton.flash_decoding import decode_attention
 from mini_infer.kernels.triton.logprobs import token_logprobs
@@ -30,6 +31,7 @@ __all__ = [
     "embedding",
     "gated_linear",
     "is_skinny",
+    "last_samples",
     "linear",
     "paged_attention",
     "publish_",
@@ -38,4 +40,5 @@ __all__ = [
     "silu_and_mul",
     "token_logprobs",
     "verify_inputs",
+    "write_drafts_",
 ]
