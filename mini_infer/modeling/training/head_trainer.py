@@ -24,7 +24,7 @@ from mini_infer.modeling.training.target_pass import TargetPass, TargetTexts, pa
 from mini_infer.modeling.training.texts import Text, in_batches
 
 RECORD_FILE = "training.json"
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Tokens of a step. A processor is busy with few; on a GPU more steps would only cost more."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.05, 128
 WARM_UP_SHARE = 0.05
