@@ -18,12 +18,12 @@ from mini_infer.serving.chat import ChatChunks, chat_answer, chat_prompt, text_l
 from mini_infer.serving.completions import CompletionFormat, without_output
 from mini_infer.serving.errors import ERROR_RESPONSES, install_error_handlers
 from mini_infer.serving.gate import CLIENT_CLOSED_REQUEST, gated
-from mini_infer.serving.metrics import HEARD, EngineMetrics
 from mini_infer.serving.operations import add_operations
 from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.responses import responses_router
 from mini_infer.serving.schema import ChatCompletionRequest, CompletionRequest, RequestBody
 from mini_infer.serving.served_model import check_model, check_priority, model_card
+from mini_infer.serving.server_metrics import ServerMetrics
 from mini_infer.serving.spans import open_spans
 from mini_infer.serving.sse import EventStreamResponse, end_with_done, first_of, until_disconnect
 from mini_infer.serving.tokenization import add_tokenization
@@ -37,9 +37,9 @@ PAGE_POLICY = (
 def create_app(
     engine: AsyncEngine,
     options: ServerOptions | None = None,
-    metrics: EngineMetrics | None = None,
+    metrics: ServerMetrics | None = None,
 ) -> ASGIApp:
-    """The application that serves one engine. The caller shuts the engine down.
+    """The application that serves an engine, or its replicas. The caller shuts the engine down.
 
     ``metrics`` are those of /metrics, for a caller who reads them too.
     """
@@ -52,8 +52,8 @@ def create_app(
         responses=ERROR_RESPONSES,
     )
     install_error_handlers(app)
-    metrics = metrics or EngineMetrics(engine.config)
-    engine.events.subscribe(metrics.observe, *HEARD)
+    metrics = metrics or ServerMetrics(engine.config, len(engine.events.engines))
+    metrics.subscribe(engine.events)
     spans = open_spans(options.otlp_endpoint, engine.events, engine.config.served_model_name)
     created = int(time.time())
 

@@ -2,7 +2,7 @@
 
 One subscriber counts in plain Python in the server's process, so that no step waits for it.
 prometheus_client, which takes a hundred milliseconds to import, only formats, and is imported by
-the first scrape.
+the first scrape (``ServerMetrics.render``).
 """
 
 from collections import Counter
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.events import (
     Admitted,
     Answered,
@@ -21,6 +20,7 @@ from mini_infer.core.events import (
     Finished,
     Preempted,
     Queued,
+    Rerouted,
     Resumed,
     StepCompleted,
     TokensEmitted,
@@ -48,6 +48,7 @@ HEARD = (
     Finished,
     Preempted,
     Queued,
+    Rerouted,
     Resumed,
     StepCompleted,
     TokensEmitted,
@@ -116,12 +117,13 @@ class Totals:
 class EngineMetrics:
     """Subscribes to one engine's events; ``observe`` runs where they are emitted.
 
-    ``render`` and ``totals`` may run on another thread: they read numbers that only grow, and at
+    ``collect`` and ``totals`` may run on another thread: they read numbers that only grow, and at
     worst miss a step that is under way.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, engine: int = 0) -> None:
         self._config = config
+        self._engine = engine
         self._progress: dict[str, _Progress] = {}
         self._callers: dict[str, _Caller] = {}
         self._unanswered: set[str] = set()
@@ -141,6 +143,7 @@ class EngineMetrics:
             Finished: self._on_finished,
             Preempted: self._on_preempted,
             Queued: self._on_queued,
+            Rerouted: self._on_rerouted,
             Resumed: self._on_resumed,
             StepCompleted: self._on_step,
             TokensEmitted: self._on_tokens,
@@ -233,11 +236,7 @@ class EngineMetrics:
         progress = self._progress.pop(event.request_id, None)
         if progress is None:
             return
-        self._set_running(progress, False)
-        self._num_waiting -= 1
-        if not self._progress:
-            # No step follows the last request's end, so none would tell.
-            self._kv_usage = 0.0
+        self._end(progress)
         histograms, num_output_tokens = self._histograms, event.num_output_tokens
         histograms["e2e_request_latency_seconds"].observe(event.time - progress.queued)
         histograms["request_prompt_tokens"].observe(event.num_prompt_tokens)
@@ -250,6 +249,21 @@ class EngineMetrics:
         if caller.num_running == 0:
             del self._callers[progress.caller_id]
             histograms["request_max_num_generation_tokens"].observe(caller.longest)
+
+    def _on_rerouted(self, event: Rerouted) -> None:
+        """Another engine counts it anew."""
+        progress = self._progress.pop(event.request_id, None)
+        if progress is not None:
+            self._end(progress)
+            self._unanswered.discard(event.request_id)
+            self._callers.pop(progress.caller_id, None)
+
+    def _end(self, progress: _Progress) -> None:
+        self._set_running(progress, False)
+        self._num_waiting -= 1
+        if not self._progress:
+            # No step follows the last request's end, so none would tell.
+            self._kv_usage = 0.0
 
     def _observe_phases(self, progress: _Progress, event: Finished) -> None:
         """Prefill and decode, of a request that had a token."""
@@ -277,22 +291,6 @@ class EngineMetrics:
 
     # --- a scrape ---
 
-    def render(self) -> bytes:
-        """The exposition in Prometheus's text format.
-
-        Raises:
-            InvalidConfigError: prometheus_client is not installed.
-        """
-        try:
-            from prometheus_client import CollectorRegistry, generate_latest
-        except ImportError:
-            raise InvalidConfigError(
-                "/metrics needs prometheus_client: pip install 'mini-infer[serve]'"
-            ) from None
-        registry = CollectorRegistry()
-        registry.register(self)
-        return generate_latest(registry)
-
     def collect(self) -> Iterator["Metric"]:
         """The metrics, as prometheus_client asks a collector for them."""
         from prometheus_client.metrics_core import (
@@ -302,7 +300,7 @@ class EngineMetrics:
         )
 
         config = self._config
-        names, values = ["model_name", "engine"], [config.served_model_name, "0"]
+        names, values = ["model_name", "engine"], [config.served_model_name, str(self._engine)]
         gauges = {
             "num_requests_running": ("Requests that hold KV blocks.", self._num_running),
             "num_requests_waiting": ("Requests that wait, preempted ones too.", self._num_waiting),

@@ -8,18 +8,19 @@ from fastapi.responses import PlainTextResponse, Response
 
 from mini_infer import __version__
 from mini_infer.runtime.async_engine import AsyncEngine
-from mini_infer.serving.metrics import CONTENT_TYPE, EngineMetrics
+from mini_infer.serving.metrics import CONTENT_TYPE
+from mini_infer.serving.server_metrics import ServerMetrics
 
 
 def add_operations(
-    app: FastAPI, engine: AsyncEngine, metrics: EngineMetrics, profile_folder: Path | None
+    app: FastAPI, engine: AsyncEngine, metrics: ServerMetrics, profile_folder: Path | None
 ) -> None:
     """Adds the routes; without a ``profile_folder`` those of profiles answer 404."""
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
+    async def health() -> dict[str, Any]:
         engine.check_alive()
-        return {"status": "ok"}
+        return {"status": "ok", **_replicas(engine)}
 
     app.get("/ping")(health)  # what Amazon SageMaker asks
 
@@ -54,3 +55,11 @@ def add_operations(
         first, *others = await engine.stop_profile(enabled_folder())
         names = {"files": [first.name, *(path.name for path in others)]} if others else {}
         return {"status": "ok", "file": first.name, **names}
+
+
+def _replicas(engine: AsyncEngine) -> dict[str, Any]:
+    """How each of several engines is; nothing where there is one."""
+    each = engine.replicas.replicas
+    if len(each) == 1:
+        return {}
+    return {"replicas": [replica.death or "ok" for replica in each]}

@@ -24,8 +24,8 @@ from mini_infer.runtime.resolve import load_tokenizer
 from mini_infer.runtime.routing.router import load_router
 from mini_infer.serving.connections import HalfOpen, half_open_limit, raise_descriptor_limit
 from mini_infer.serving.listener import bind, url_of
-from mini_infer.serving.metrics import EngineMetrics
 from mini_infer.serving.options import ServerOptions
+from mini_infer.serving.server_metrics import ServerMetrics
 from mini_infer.serving.status_line import StatusLine, status_logger
 
 SHUTDOWN_GRACE = 5
@@ -61,7 +61,7 @@ def run_server(
         max_num_queued=options.max_num_queued,
         request_timeout=options.request_timeout,
     )
-    metrics = EngineMetrics(engine.config)
+    metrics = ServerMetrics(engine.config, len(starters.each))
     try:
         with bind(host, port) as listener, StatusLine(metrics, options.log_interval):
             half_open = HalfOpen(half_open_limit(raise_descriptor_limit()))

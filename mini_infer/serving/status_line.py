@@ -1,6 +1,6 @@
 """The log line of a server that works: load, throughput and caches, every few seconds.
 
-It counts nothing: a thread that sleeps reads the totals that ``EngineMetrics`` heard from the event
+It counts nothing: a thread that sleeps reads the totals that ``ServerMetrics`` heard from the event
 stream, and logs what they gained since it last looked. The event loop does nothing for it.
 """
 
@@ -11,6 +11,7 @@ from typing import Self
 
 from mini_infer.serving.draft_metrics import describe, difference
 from mini_infer.serving.metrics import EngineMetrics
+from mini_infer.serving.server_metrics import ServerMetrics
 
 status_logger = logging.getLogger("mini_infer.status")
 
@@ -21,7 +22,7 @@ class StatusLine:
     Never where ``interval`` is 0.
     """
 
-    def __init__(self, metrics: EngineMetrics, interval: float) -> None:
+    def __init__(self, metrics: EngineMetrics | ServerMetrics, interval: float) -> None:
         self._metrics = metrics
         self._interval = interval
         self._last = metrics.totals()

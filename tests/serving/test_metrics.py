@@ -22,6 +22,7 @@ from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.histogram import Histogram, one_two_five
 from mini_infer.serving.metrics import EngineMetrics
+from mini_infer.serving.server_metrics import ServerMetrics
 from tests.serving.live import MODEL, LiveServer, live_server
 
 
@@ -41,6 +42,12 @@ def drafting(metrics: EngineMetrics) -> EngineMetrics:
     """Of an engine that speculates with up to three drafts."""
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     return EngineMetrics(replace(metrics._config, speculative_config=speculation))
+
+
+def rendered(metrics: EngineMetrics) -> str:
+    server = ServerMetrics(metrics._config)
+    server.engines = [metrics]
+    return server.render().decode()
 
 
 def read(text: str) -> dict[str, float]:
@@ -84,7 +91,7 @@ def test_counts_after_some_requests(fresh_server: LiveServer) -> None:
 
 def test_gauges_follow_a_request_through_its_queues(metrics: EngineMetrics) -> None:
     def gauges() -> tuple[float, float]:
-        values = read(metrics.render().decode())
+        values = read(rendered(metrics))
         return values["vllm:num_requests_waiting"], values["vllm:num_requests_running"]
 
     seen = []
@@ -100,7 +107,7 @@ def test_gauges_follow_a_request_through_its_queues(metrics: EngineMetrics) -> N
         metrics.observe(event)
         seen.append(gauges())
     assert seen == [(1, 0), (0, 1), (1, 0), (0, 1), (0, 0), (1, 0), (0, 0)]
-    values = read(metrics.render().decode())
+    values = read(rendered(metrics))
     assert values["vllm:num_preemptions_total"] == 1
 
 
@@ -113,7 +120,7 @@ def test_times_are_those_of_the_events(metrics: EngineMetrics) -> None:
         Finished(2.75, "a", "stop", 10, 3),
     ):
         metrics.observe(event)
-    values = read(metrics.render().decode())
+    values = read(rendered(metrics))
     assert values["vllm:request_queue_time_seconds_sum"] == 0.25
     assert values["vllm:time_to_first_token_seconds_sum"] == 1.0
     assert values["vllm:inter_token_latency_seconds_sum"] == 0.5
@@ -132,7 +139,7 @@ def test_phases_of_a_request_add_up(metrics: EngineMetrics) -> None:
         Finished(4.0, "a", "stop", 10, 3),
     ):
         metrics.observe(event)
-    values = read(metrics.render().decode())
+    values = read(rendered(metrics))
 
     def total(phase: str) -> float:
         return values[f"vllm:request_{phase}_sum"]
@@ -153,7 +160,7 @@ def test_a_request_without_a_token_has_no_phases(metrics: EngineMetrics) -> None
         Finished(4.0, "a", "abort", 10, 0),
     ):
         metrics.observe(event)
-    values = read(metrics.render().decode())
+    values = read(rendered(metrics))
     for phase in ("prefill", "decode", "inference"):
         assert values[f"vllm:request_{phase}_time_seconds_count"] == 0
     assert values["vllm:e2e_request_latency_seconds_count"] == 1
@@ -166,7 +173,7 @@ def test_choices_of_a_request_count_once_where_the_caller_does(metrics: EngineMe
         metrics.observe(Finished(2.0, f"a#{index}", "stop", 10, length))
     metrics.observe(Queued(3.0, "b", 10, 6))
     metrics.observe(Finished(4.0, "b", "stop", 10, 4))
-    values = read(metrics.render().decode())
+    values = read(rendered(metrics))
     assert values["vllm:request_params_n_count"] == 2
     assert values["vllm:request_params_n_sum"] == 4
     assert values["vllm:request_params_max_tokens_sum"] == 24
@@ -178,7 +185,7 @@ def test_old_names_have_the_new_ones_numbers(metrics: EngineMetrics) -> None:
     metrics.observe(Queued(1.0, "a", 10))
     metrics.observe(Admitted(1.0, "a", 10, 4, 10))
     metrics.observe(StepCompleted(1.0, 0, 10, 0, 1, 0, 5, 20))
-    values = read(metrics.render().decode())
+    values = read(rendered(metrics))
     assert values["vllm:gpu_cache_usage_perc"] == 0.25
     assert values["vllm:gpu_prefix_cache_queries_total"] == 10
     assert values["vllm:gpu_prefix_cache_hits_total"] == 4
@@ -187,7 +194,7 @@ def test_old_names_have_the_new_ones_numbers(metrics: EngineMetrics) -> None:
 def test_the_cache_is_described(metrics: EngineMetrics) -> None:
     [line] = [
         line
-        for line in metrics.render().decode().splitlines()
+        for line in rendered(metrics).splitlines()
         if line.startswith("vllm:cache_config_info{")
     ]
     assert line.endswith(" 1.0")
@@ -198,9 +205,9 @@ def test_the_cache_is_described(metrics: EngineMetrics) -> None:
 def test_kv_usage_is_a_share_and_ends_with_the_last_request(metrics: EngineMetrics) -> None:
     metrics.observe(Queued(1.0, "a", 10))
     metrics.observe(StepCompleted(1.0, 0, 10, 0, 1, 0, 5, 20))
-    assert read(metrics.render().decode())["vllm:kv_cache_usage_perc"] == 0.25
+    assert read(rendered(metrics))["vllm:kv_cache_usage_perc"] == 0.25
     metrics.observe(Finished(2.0, "a", "abort", 10, 0))
-    assert read(metrics.render().decode())["vllm:kv_cache_usage_perc"] == 0
+    assert read(rendered(metrics))["vllm:kv_cache_usage_perc"] == 0
 
 
 def test_a_request_from_before_it_subscribed_is_ignored(metrics: EngineMetrics) -> None:
@@ -213,7 +220,7 @@ def test_a_request_from_before_it_subscribed_is_ignored(metrics: EngineMetrics) 
         Answered(1.0, "old", "stop"),
     ):
         metrics.observe(event)
-    values = read(metrics.render().decode())
+    values = read(rendered(metrics))
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
     assert values["vllm:request_success_total/stop"] == 0
 
@@ -226,7 +233,7 @@ def test_drafts_have_the_counters_of_vllm(drafting: EngineMetrics) -> None:
         DraftsVerified(3.0, "older", 3, 3),
     ):
         drafting.observe(event)
-    values = read(drafting.render().decode())
+    values = read(rendered(drafting))
     prefix = "vllm:spec_decode_num_"
     assert values[prefix + "drafts_total"] == 2
     assert values[prefix + "draft_tokens_total"] == 5
@@ -242,11 +249,11 @@ def test_drafts_have_the_counters_of_vllm(drafting: EngineMetrics) -> None:
 def test_drafts_are_told_of_before_there_are_any_and_only_where_they_can_be(
     metrics: EngineMetrics, drafting: EngineMetrics
 ) -> None:
-    values = read(drafting.render().decode())
+    values = read(rendered(drafting))
     assert values["vllm:spec_decode_num_drafts_total"] == 0
     assert values["vllm:spec_decode_num_accepted_tokens_per_pos_total/2"] == 0
     assert "vllm:spec_decode_num_accepted_tokens_per_pos_total/3" not in values
-    assert not [name for name in read(metrics.render().decode()) if "spec_decode" in name]
+    assert not [name for name in read(rendered(metrics)) if "spec_decode" in name]
 
 
 def success(server: LiveServer) -> dict[str, float]:
@@ -280,7 +287,7 @@ def test_success_counts_each_choice_and_no_refused_request(fresh_server: LiveSer
 
 def test_a_request_that_the_scheduler_refuses_is_no_success(metrics: EngineMetrics) -> None:
     metrics.observe(Answered(1.0, "a", "abort"))
-    assert read(metrics.render().decode())["vllm:request_success_total/abort"] == 0
+    assert read(rendered(metrics))["vllm:request_success_total/abort"] == 0
 
 
 @pytest.mark.parametrize(
@@ -318,5 +325,5 @@ def test_token_bounds_end_at_the_context() -> None:
 def test_two_apps_do_not_share_a_registry(metrics: EngineMetrics) -> None:
     other = EngineMetrics(LLMEngine.from_options(dry_run=True).config)
     metrics.observe(Queued(1.0, "a", 10))
-    assert read(metrics.render().decode())["vllm:num_requests_waiting"] == 1
-    assert read(other.render().decode())["vllm:num_requests_waiting"] == 0
+    assert read(rendered(metrics))["vllm:num_requests_waiting"] == 1
+    assert read(rendered(other))["vllm:num_requests_waiting"] == 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mini_infer.serving.metrics import EngineMetrics
 from mini_infer.serving.options import ServerOptions
+from mini_infer.serving.server_metrics import ServerMetrics
 from tests.serving.live import MODEL, LiveServer, live_server
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -57,7 +57,7 @@ def test_what_takes_long_leaves_the_event_loop_alone(
 
     for name in ("encode", "token_bytes"):
         monkeypatch.setattr(server.tokenizer, name, noting(getattr(server.tokenizer, name)))
-    monkeypatch.setattr(EngineMetrics, "render", noting(EngineMetrics.render))
+    monkeypatch.setattr(ServerMetrics, "render", noting(ServerMetrics.render))
     assert server.client.get("/metrics").status_code == 200
     for prompt, expected in (("Hello", ["encode", "token_bytes"]), ("Hello " * 2000, [])):
         body = {"prompt": prompt, "return_token_strs": True}
