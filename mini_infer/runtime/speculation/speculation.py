@@ -29,7 +29,9 @@ class Speculation:
         self._config = config.speculative_config
         self._max_step_tokens = config.max_num_batched_tokens
         self._events = events
-        self._controller = DraftController(self._config, costs)
+        overlaps = config.depth > 1 and not self._config.on_device  # but for steps with drafts
+        host_seconds = costs.host if costs is not None and overlaps else 0.0
+        self._controller = DraftController(self._config, costs, host_seconds)
         self._host: HostDrafts | None = None
         if not self._config.on_device:
             proposer = load_proposer(self._config, config.model_config.vocab_size)

@@ -1,0 +1,35 @@
+"""What the scheduler's side of speculation tells."""
+
+import pytest
+
+from mini_infer.core.batch import Chunk
+from mini_infer.core.events import DraftsVerified, Event, EventStream
+from mini_infer.core.request import Request
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.core.step_costs import StepCosts
+from mini_infer.runtime.speculation.speculation import Speculation
+from tests.runtime.fake_executor import make_config
+
+COSTS = StepCosts((1,), (0, 4), ((1.0, 1.2),), ((0.0, 0.3),), host=0.5)
+
+
+@pytest.mark.parametrize(
+    ("on_device", "depth", "seconds"), [(False, 1, 1.2), (False, 2, 1.7), (True, 2, 1.5)]
+)
+def test_the_hosts_part_counts_where_drafts_keep_it_from_hiding(
+    on_device: bool, depth: int, seconds: float
+) -> None:
+    config = SpeculativeConfig(method="ngram", on_device=on_device)
+    events, told = EventStream(), list[Event]()
+    events.subscribe(told.append, DraftsVerified)
+    speculation = Speculation(make_config(speculative_config=config, depth=depth), events, COSTS)
+    request = Request("a", [1, 2, 3], SamplingParams(), seed=0, max_tokens=8)
+    chunk = Chunk("a", 0, 2, 5, num_drafts=4)
+    speculation.take_in(request, chunk, num_tokens=3, num_rows=1)
+    (event,) = told
+    assert isinstance(event, DraftsVerified)
+    assert (event.num_drafts, event.num_accepted, event.plain_seconds) == (4, 2, 3.0)
+    assert event.seconds == pytest.approx(seconds, rel=1e-3)
+    assert request.drafts is not None
+    assert request.drafts.speedup == pytest.approx(3.0 / seconds, rel=1e-3)
