@@ -30,6 +30,9 @@ TEMPERATURES = (0.0, 0.0, 0.0, 0.3, 0.6, 1.0)
 ROUND_REQUESTS_PER_SEQ = 2
 """Requests that the engine is given together, for each that it runs at once: so few of its steps
 are spent on the last ones of a round."""
+OPENING_TOKENS = 32
+"""Of a text by a model that does not chat: they are drawn freely, and what follows goes on at each
+of the temperatures."""
 USUAL_ANSWER = 64
 """Most answers are longer, so a last round seldom brings much more than was asked for."""
 
@@ -108,17 +111,17 @@ def _given_prompts(llm: LLM, conversations: Sequence[Conversation]) -> Prompts:
 
 
 def _own_prompts(llm: LLM, chance: random.Random) -> Prompts:
-    """Users' turns that the model makes up, or nothing but its first token where it can't chat."""
+    """Prompts that the model makes up: what a user says, or where it can't chat, how a text
+    begins."""
     tokenizer = llm.engine.tokenizer
     beginning, end = _user_turn(tokenizer)
-    if not beginning:
-        first = _first_token(llm)
-        return lambda count: [first] * count
     before, behind = (tokenizer.encode(text, add_special_tokens=False) for text in (beginning, end))
     room = _longest_prompt(llm) - len(before) - len(behind)
+    if not beginning:
+        before, room = _first_token(llm), min(room - 1, OPENING_TOKENS)
     if room < 1:
         raise InvalidRequestError(
-            f"the chat template alone takes {len(before) + len(behind)} tokens: raise max_length",
+            f"what surrounds a prompt takes {len(before) + len(behind)} tokens: raise max_length",
             "max_length",
         )
 
@@ -134,7 +137,7 @@ def _own_prompts(llm: LLM, chance: random.Random) -> Prompts:
                 made_up.append([*before, *said, *behind])
         if not made_up:
             raise UnsupportedModelError(
-                "the model says nothing where its chat template lets a user speak: give prompts"
+                "the model says nothing where a prompt should be: give prompts"
             )
         return made_up
 
