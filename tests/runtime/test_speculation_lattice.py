@@ -37,6 +37,7 @@ from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.local_executor import LocalExecutor
 from mini_infer.runtime.speculation.controller import DraftController
 from mini_infer.runtime.speculation.host_drafts import HostDrafts
+from tests.modeling.graphs_on_cpu import replay_graphs
 from tests.runtime.engine_tools import run
 from tests.runtime.fake_executor import TINY_MODEL, VOCAB_SIZE
 from tests.runtime.tiny_model import tiny_engine
@@ -236,11 +237,19 @@ def moody(patch: pytest.MonkeyPatch, config: SpeculativeConfig) -> None:
 
 
 def check(
-    config: SpeculativeConfig, mood: str, order: Sequence[int], **options: object
+    config: SpeculativeConfig,
+    mood: str,
+    order: Sequence[int],
+    graphs: bool = False,
+    **options: object,
 ) -> list[Event]:
-    """Runs an engine at one point of the lattice; returns its events."""
+    """Runs an engine at one point of the lattice, or one that replays ``graphs``; returns its
+    events."""
     events: list[Event] = []
+    alone()
     with pytest.MonkeyPatch.context() as patch:
+        if graphs:
+            replay_graphs(patch)
         if mood == "moody":
             moody(patch, config)
         engine = tiny_engine(speculative_config=config, **options)
@@ -263,6 +272,7 @@ def check(
     order=st.permutations(range(len(PROMPTS))),
     seqs=st.sampled_from([2, 8]),
     chunked=st.booleans(),
+    graphs=st.booleans(),
 )
 def test_outputs_are_identical_at_every_point(
     head_folder: Path,
@@ -278,11 +288,13 @@ def test_outputs_are_identical_at_every_point(
     order: list[int],
     seqs: int,
     chunked: bool,
+    graphs: bool,
 ) -> None:
     check(
         speculation(method, head_folder, num_drafts, adaptive=mood == "adaptive"),
         mood,
         order,
+        graphs,
         max_num_batched_tokens=chunk if chunked else 256,
         enable_chunked_prefill=chunked,
         enable_prefix_caching=caching,
