@@ -89,12 +89,13 @@ class GGUFFile:
     def dequantize(self, name: str, part: range | None = None) -> npt.NDArray[np.float32]:
         """One tensor, or ``part`` of its rows, as float32, in memory of its own."""
         info = self.tensors[name]
-        if part is None:
-            part = range(info.shape[0])
-        shape, row = (len(part), *info.shape[1:]), info.num_bytes // info.shape[0]
-        offset, size = info.offset + part.start * row, len(part) * row
-        if not size:
-            return np.empty(shape, dtype=np.float32)
+        if part is not None and len(info.shape) == 1:  # a block holds several of its rows
+            return self.dequantize(name)[part.start : part.stop]
+        shape, offset, size = info.shape, info.offset, info.num_bytes
+        if part is not None:
+            row = info.num_bytes // info.shape[0]
+            shape, size = (len(part), *info.shape[1:]), len(part) * row
+            offset += part.start * row
         # Mapped anew each time: pages of a lasting map would count as this process's memory.
         raw = np.memmap(self.path, np.uint8, "r", offset, (size,))
         if info.quantization is GGMLQuantizationType.F32:
