@@ -133,7 +133,13 @@ class ReplicaSet:
         Raises:
             RouterError: a user's router is at fault; none of them was given away.
         """
-        chosen = [self._choose(request.processed, request.block_hashes) for request in requests]
+        chosen: list[Replica] = []
+        try:
+            chosen.extend(self._choose(one.processed, one.block_hashes) for one in requests)
+        except MiniInferError:
+            for request, replica in zip(requests, chosen, strict=False):
+                self._dispatcher.take_back(replica.index, _choice_ids(request.processed))
+            raise
         consumer = Consumer([request.processed.request_id for request in requests])
         for request, replica in zip(requests, chosen, strict=True):
             self._in_flight[request.processed.request_id] = _InFlight(consumer, replica)
@@ -264,7 +270,7 @@ class ReplicaSet:
                 moving.append(self._outputs.restart(request_id))
             else:
                 self._fail(request_id, EngineDeadError(replica.death))
-        rerouted = {choice.request_id for request in moving for choice in request.requests}
+        rerouted = {choice_id for request in moving for choice_id in _choice_ids(request)}
         replica.choices.lose_all(num_output_tokens, rerouted)
         for request in moving:
             self._move(request)
@@ -292,8 +298,12 @@ class ReplicaSet:
         _give(ready, flight.replica)
 
 
+def _choice_ids(request: ProcessedRequest) -> list[str]:
+    return [choice.request_id for choice in request.requests]
+
+
 def _give(request: ReadyRequest, replica: Replica) -> None:
-    replica.choices.add(choice.request_id for choice in request.processed.requests)
+    replica.choices.add(_choice_ids(request.processed))
     replica.send(request.packed)
 
 
