@@ -133,11 +133,12 @@ class DecodeGraphs:
         self._expected = layout.slots, [start + 1 for start in layout.starts]
         return token_ids[:num_rows], self._logits[:num_rows]
 
-    def for_nobody(self, num_rows: int) -> Callable[[], None]:
-        """Replays a step of surplus rows, to be timed; no step may come between two calls."""
-        size = self.sizes[bisect_left(self.sizes, num_rows)]
+    def for_nobody(self, starts: list[int]) -> Callable[[], None]:
+        """Replays a step of surplus rows at ``starts``, to be timed; no step may come between two
+        calls."""
+        size = self.sizes[bisect_left(self.sizes, len(starts))]
         self._expected = None
-        self._write(size, [], [])
+        self._write(size, [self._state.null_slot] * len(starts), starts)
         return self._graphs[size].replay
 
     def _write(self, size: int, slots: list[int], starts: list[int]) -> None:

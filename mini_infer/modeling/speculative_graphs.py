@@ -34,7 +34,7 @@ from mini_infer.modeling.upload import copy_to_device
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 Shape = tuple[int, int]
 """Rows of a graph, and the drafts that it verifies or proposes for each."""

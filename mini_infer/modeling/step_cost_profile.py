@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 ROWS = (1, 4, 16, MAX_SPECULATING_ROWS)
 """Requests of the steps that are measured; those between are interpolated."""
 REPLAYS = 4
+LONG = 1024
 CONTEXT = 128
-"""Tokens of a request, in steps that are launched."""
+"""Tokens of a request, in steps that are replayed and in those that are launched."""
 MOST_SECONDS = 0.5
 """After which launched steps of more requests are left out, and extrapolated."""
 LONG_RUN = 0.03
@@ -47,31 +48,42 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts | None:
     most = min(runner.config.max_num_seqs, runner.config.max_step_tokens)
     rows = tuple(sorted({min(count, most) for count in ROWS}))
     if runner.graphs is not None:
-        costs = _of_replays(runner.graphs, rows, speculation.draft_counts)
+        costs = _of_replays(runner, runner.graphs, rows)
         return costs if speculation.on_device else replace(costs, host=_host_seconds(runner, costs))
     return _of_launches(runner, rows, speculation.num_speculative_tokens)
 
 
 @torch.inference_mode()
-def _of_replays(graphs: StepGraphs, rows: tuple[int, ...], counts: tuple[int, ...]) -> StepCosts:
+def _of_replays(runner: ModelRunner, graphs: StepGraphs, rows: tuple[int, ...]) -> StepCosts:
+    """Steps of nobody's rows, whose context is the null block over and over."""
+    config, nobody, sampled = runner.config, runner.state.null_slot, graphs.proposals.sampled
+    assert config.speculative_config is not None
+    counts, context = config.speculative_config.draft_counts, min(LONG, config.max_model_len - 1)
+    sampled.places[sampled.nobodys] = context
     verify, propose = [], []
     for num_rows in rows:
-        accepting = _replay_seconds(graphs.proposals, num_rows, 0)
-        seconds = [_device_seconds(graphs.decodes.for_nobody(num_rows))]
+        slots, starts, zeros = [nobody] * num_rows, [context] * num_rows, [0] * num_rows
+        end = slots, zeros, [sampled.nobodys] * num_rows
+        accepting = _replay_seconds(graphs.proposals, num_rows, 0, *end)
+        seconds = [_device_seconds(graphs.decodes.for_nobody(starts))]
         proposing = [0.0]
         for count in counts[1:]:
-            seconds.append(accepting + _replay_seconds(graphs.verifications, num_rows, count))
-            took = _replay_seconds(graphs.proposals, num_rows, count)
+            took = _replay_seconds(graphs.verifications, num_rows, count, slots, starts)
+            seconds.append(accepting + took)
+            took = _replay_seconds(graphs.proposals, num_rows, count, *end)
             proposing.append(max(0.0, took - accepting))
         verify.append(tuple(seconds))
         propose.append(tuple(proposing))
+    sampled.places[sampled.nobodys] = 0
     return StepCosts(rows, counts, tuple(verify), tuple(propose))
 
 
-def _replay_seconds(graphs: ShapedGraphs, num_rows: int, num_drafts: int) -> float:
+def _replay_seconds(
+    graphs: ShapedGraphs, num_rows: int, num_drafts: int, *columns: list[int]
+) -> float:
     """0 where the drafts are the host's: then no graph proposes any."""
     shape = smallest(graphs.shapes, num_rows, num_drafts)
-    return 0.0 if shape is None else _device_seconds(partial(graphs.replay, shape))
+    return 0.0 if shape is None else _device_seconds(partial(graphs.replay, shape, *columns))
 
 
 def _device_seconds(replay: Callable[[], None]) -> float:
