@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-START_UP = "startup"
-"""Starts servers and has no engine, so it takes none of the options of ``harness.make_parser``."""
+START_UP, REPLICAS = "startup", "replicas"
+"""These have no engine, so they take none of the options of ``harness.make_parser``."""
 BENCHMARKS = (
     START_UP,
     "continuous_batching",
@@ -22,10 +22,12 @@ BENCHMARKS = (
     "structured_output",
     "speculative",
     "speculative_batches",
+    "tensor_parallel",
     "vs_huggingface",
     "serving_load",
     "serving_overhead",
     "serving_fairness",
+    REPLICAS,
     "soak",
 )
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _options(name: str, quick: bool, shared: Sequence[str]) -> list[str]:
     if name == START_UP:
         return ["--runs", "1"] if quick else []
-    return [*shared, *(["--quick"] if quick else [])]
+    return [*(shared if name != REPLICAS else []), *(["--quick"] if quick else [])]
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ class RankWorker:
             step = self._unsampled
             assert step is not None, "it was launched"
             step.sample(bytearray(order.masks))
-            self._launched.put((order.number, step))
+            self._tell(order.number, step)
             return
         launched = self._runner.execute(order.batch)
         if order.batch.masked:
@@ -207,7 +207,11 @@ class RankWorker:
             assert isinstance(launched, MaskedStep)
             self._unsampled = launched
         else:
-            self._launched.put((order.number, launched))
+            self._tell(order.number, launched)
+
+    def _tell(self, number: int, step: "LocalStep | MaskedStep") -> None:
+        if self._rank == 0:
+            self._launched.put((number, step))
 
     def _tell_results(self) -> None:
         while True:

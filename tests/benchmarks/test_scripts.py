@@ -13,6 +13,7 @@ import prefix_cache
 import pytest
 import structured_output
 import suite
+import tensor_parallel
 import vs_huggingface
 from client import Job, serve
 from peer_hugging_face import HuggingFace
@@ -94,6 +95,15 @@ def test_prefix_cache(run: Run) -> None:
     hits = {row["prefix cache"]: row["hit tokens"] for row in result["rows"]}
     assert hits == {"off": 0, "on, first request": 0, "on, later requests": 64}
     assert result["rows"][0]["of off"] == 1.0
+
+
+def test_tensor_parallel(run: Run) -> None:
+    limits = ["--max-model-len", 256, "--engine", "kv_cache_memory=8MiB"]
+    options = ["--sizes", 1, 2, "--workloads", "batch 1", "prefill", "--dtype", "float32"]
+    result = run(tensor_parallel, *options, *limits)
+    found = [(row["workload"], row["ranks"], row["same text"]) for row in result["rows"]]
+    assert found == [(name, size, "1 of 1") for name in ("batch 1", "prefill") for size in (1, 2)]
+    assert all(row["of 1"] > 0 for row in result["rows"])
 
 
 def test_structured_output(run: Run) -> None:
@@ -190,6 +200,7 @@ def test_the_suite_hands_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(calls) == list(suite.BENCHMARKS)
     assert calls["startup"] == ["--runs", "1", "--output", str(folder / "startup.json")]
     assert calls["prefix_cache"][:3] == ["--model", "m", "--quick"]
+    assert calls["replicas"][:2] == ["--quick", "--output"]
 
 
 def test_peers_go_on_after_an_end_of_sequence(model_folder: Path, tmp_path: Path) -> None:

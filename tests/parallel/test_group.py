@@ -1,5 +1,7 @@
 """Collectives between processes: right, and bitwise the same on every rank."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -40,18 +42,23 @@ print(digest.hexdigest())
 
 
 def test_all_ranks_get_the_same_bits(tmp_path: Path) -> None:
+    """Whatever port the environment names, and although it is taken."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
     program = PROGRAM.format(path=sys.path, size=SIZE)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(rank), str(tmp_path)],
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **port},
         )
         for rank in range(SIZE)
     ]
     said = {rank.communicate(timeout=60)[0].strip() for rank in ranks}
     assert all(rank.returncode == 0 for rank in ranks)
     assert len(said) == 1
+    taken.close()
 
 
 def test_one_rank_has_nobody_to_ask() -> None:
