@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mini_infer.core.errors import OutOfMemoryError
 from mini_infer.modeling.model_files import locate_model
 from mini_infer.modeling.proposers.head_files import save_draft_head
 from mini_infer.modeling.training.head_trainer import HeadTrainer, HeadTraining, TrainingRecord
@@ -32,6 +33,7 @@ def train(
 
     Raises:
         MiniInferError: an option, the model or a prompt can't be used.
+        OutOfMemoryError: there is too much to keep on the GPU.
     """
     how = HeadTraining(**training)
     conversations = read_conversations(prompts) if prompts is not None else ()
@@ -41,7 +43,13 @@ def train(
     config, _ = resolve_core({**options, "dtype": _training_dtype(device)})
     model = load_plain_target(config, locate_model(config.model))
     trainer = HeadTrainer(config, model, texts, how)
-    head = trainer.train()
+    try:
+        head = trainer.train()
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            "the texts' states and the training do not fit the GPU's memory: lower num_tokens, "
+            "max_length, num_layers or num_draft_tokens"
+        ) from error
     save_draft_head(output, head, model, torch.bfloat16)
     trainer.record.save(output)
     return trainer.record

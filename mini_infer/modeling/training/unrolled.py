@@ -46,7 +46,7 @@ def unroll(model: CausalLM, head: DraftHead, texts: TargetTexts, depth: int) -> 
         for keys, values in zip(texts.keys, texts.values, strict=True)
     ]
     own: list[list[KeysValues]] = [[] for _ in layers]
-    embedded = model.embed_tokens(texts.token_ids)  # [B, L, hidden]
+    embedded = model.embed_tokens(texts.token_ids.flatten()).view_as(texts.hidden)
     state, states = texts.hidden[:, :-1], []
     for ahead in range(min(depth, length - 1)):
         num_starts = length - 1 - ahead
@@ -124,10 +124,10 @@ def _attend(
     q = q * scale
     place = torch.arange(num_starts, device=q.device)
     back = place[:, None] - place
-    hidden = back < 0
+    unseen = back < 0
     if window is not None:  # a query at p + ahead, with p = place + 1
-        hidden = hidden | (back + ahead + 1 >= window)
-    scores = [(q @ keys.transpose(2, 3)).float().masked_fill(hidden, float("-inf"))]
+        unseen = unseen | (back + ahead + 1 >= window)
+    scores = [(q @ keys.transpose(2, 3)).float().masked_fill(unseen, float("-inf"))]
     for step, (k, _) in enumerate(own):
         score = (q * k[:, :, :num_starts]).sum(-1, keepdim=True).float()
         outside = window is not None and ahead - step >= window
