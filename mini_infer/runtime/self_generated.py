@@ -27,7 +27,7 @@ Prompts = Callable[[int], list[list[int]]]
 MARKER = "mini-infer puts the user's words here"
 TEMPERATURES = (0.0, 0.0, 0.0, 0.3, 0.6, 1.0)
 """Of answers, drawn with equal chances: half are greedy, as the texts are that drafts suit best."""
-ROUND_REQUESTS_PER_SEQ = 2
+ROUND_REQUESTS_PER_SEQ = 4
 """Requests that the engine is given together, for each that it runs at once: so few of its steps
 are spent on the last ones of a round."""
 OPENING_TOKENS = 32
