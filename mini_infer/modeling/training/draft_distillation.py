@@ -27,7 +27,7 @@ class Distillation:
 
     def __init__(self, model: CausalLM, head: DraftHead, depth: int) -> None:
         self._model, self._head, self._depth = model, head, depth
-        # The target's rows of the tokens that can be drafted: the head's own may be trained.
+        # The target's rows of the tokens that can be drafted, in the dtype that it computes in.
         self._rows = model.lm_head.weight.detach()[head.token_ids]
 
     def backward(self, texts: TargetTexts) -> Tensor:
@@ -35,7 +35,7 @@ class Distillation:
         ``[depth]``, before their weights.
 
         Logits of a few places at a time are made, and gone again: gradients are collected at the
-        residual streams, and pass through the head's block once.
+        residual streams, and pass through the head's blocks once.
         """
         states = self._unroll(texts)
         leaves = [state.detach().requires_grad_() for state in states]
