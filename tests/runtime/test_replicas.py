@@ -29,7 +29,7 @@ from mini_infer.runtime.routing.router import Candidate, RoutedRequest, load_rou
 from tests.runtime.engine_host import ThreadHost
 from tests.runtime.test_async_engine import ENDLESS, SHORT, until
 
-LONG = "A prompt of several blocks, whose beginning is worth to be found in a cache. "
+LONG = "A prompt of many blocks, whose beginning is worth to be found in a cache. " * 10
 
 
 class Starters:

@@ -20,7 +20,7 @@ from mini_infer.core.events import (
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine import LLMEngine
-from mini_infer.runtime.routing.dispatcher import Dispatcher
+from mini_infer.runtime.routing.dispatcher import RECENT_REQUESTS, Dispatcher
 from mini_infer.runtime.routing.prefix_index import PrefixIndex
 from mini_infer.runtime.routing.replica_load import CHOICE_TOKENS, ReplicaLoad
 from mini_infer.runtime.routing.router import Candidate, RoutedRequest, Router, load_router
@@ -28,8 +28,8 @@ from mini_infer.runtime.routing.router import Candidate, RoutedRequest, Router, 
 ROUTED = RoutedRequest(num_prompt_tokens=1000, num_choices=1, priority=0)
 
 
-def candidate(index: int, load: int = 0, cached: int = 0, given: int = 0) -> Candidate:
-    return Candidate(index, 1, load, given, cached)
+def candidate(index: int, load: int = 0, cached: int = 0, recent: float = 0) -> Candidate:
+    return Candidate(index, 1, load, recent, cached)
 
 
 def request_of(tokens: Sequence[int], **fields: Any) -> Request:
@@ -47,7 +47,7 @@ def test_round_robin_is_each_ones_turn_whoever_is_missing() -> None:
 def test_least_loaded_takes_turns_where_all_are_idle() -> None:
     router = load_router("least_loaded")
     assert router.choose(ROUTED, [candidate(0, 5), candidate(1, 3), candidate(2, 4)]) == 1
-    assert router.choose(ROUTED, [candidate(0, given=9), candidate(1, given=8)]) == 1
+    assert router.choose(ROUTED, [candidate(0, recent=9), candidate(1, recent=8)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,14 @@ def test_the_longest_prefix_wins_unless_its_replica_is_overloaded(
 ) -> None:
     replicas = [candidate(i, *values) for i, values in enumerate(zip(loads, cached, strict=True))]
     assert load_router("prefix_aware").choose(ROUTED, replicas) == chosen
+
+
+def test_a_short_prefix_does_not_keep_a_replica_busy_while_others_idle() -> None:
+    router = load_router("prefix_aware")
+    idle = candidate(0)
+    assert router.choose(ROUTED, [idle, candidate(1, cached=512, recent=4000)]) == 1
+    assert router.choose(ROUTED, [idle, candidate(1, cached=512, recent=4100)]) == 0
+    assert router.choose(ROUTED, [idle, candidate(1, cached=900, recent=4100)]) == 1
 
 
 class Last:
@@ -164,7 +172,9 @@ def test_a_load_is_what_is_left_to_do() -> None:
     assert (load.num_choices, load.num_tokens) == (1, 8 + CHOICE_TOKENS)
     load.take_back("a#1")
     assert (load.num_choices, load.num_tokens) == (0, 0)
-    assert load.num_given_tokens == 78 + 2 * CHOICE_TOKENS
+    assert load.num_recent_tokens == 78 + 2 * CHOICE_TOKENS
+    load.fade(0.5)
+    assert load.num_recent_tokens == 39 + CHOICE_TOKENS
     load.give(["b"], 9)
     load.take_all()
     assert (load.num_choices, load.num_tokens) == (0, 0)
@@ -206,6 +216,16 @@ def test_what_a_router_is_told_is_what_the_cache_will_find(length: int) -> None:
     request = request_of(prompt, cache_salt="one")
     dispatcher.send([request], dispatcher.block_hashes(request), [0, 1])
     assert [one.num_cached_tokens for one in router.candidates] == [0, 0]
+
+
+def test_what_was_given_long_ago_counts_less() -> None:
+    dispatcher = Dispatcher(load_router("round_robin"), 2, 16)
+    for number in range(1000):
+        dispatcher.send([request_of(range(100), request_id=f"{number}")], [], [0])
+    assert dispatcher.loads[0].num_tokens == 1000 * (100 + CHOICE_TOKENS)
+    recent = dispatcher.loads[0].num_recent_tokens
+    assert recent == pytest.approx(2 * RECENT_REQUESTS * (100 + CHOICE_TOKENS), rel=0.01)
+    assert dispatcher.loads[1].num_recent_tokens == 0
 
 
 def test_who_does_not_ask_for_prefixes_pays_nothing_for_them() -> None:

@@ -9,6 +9,9 @@ from mini_infer.runtime.routing.prefix_index import PrefixIndex
 from mini_infer.runtime.routing.replica_load import ReplicaLoad
 from mini_infer.runtime.routing.router import Candidate, RoutedRequest, Router
 
+RECENT_REQUESTS = 64
+"""Of each replica: of what was given so many requests ago, a third (1 / e) still counts."""
+
 
 class Dispatcher:
     """Asks a ``Router``, and keeps what it asks for: loads, and which prefixes are cached where.
@@ -57,7 +60,7 @@ class Dispatcher:
                 index,
                 self.loads[index].num_choices,
                 self.loads[index].num_tokens,
-                self.loads[index].num_given_tokens,
+                self.loads[index].num_recent_tokens,
                 num_blocks[index] * self._block_size,
             )
             for index in running
@@ -65,6 +68,8 @@ class Dispatcher:
         routed = RoutedRequest(first.num_prompt_tokens, len(requests), first.priority)
         chosen = self._router.choose(routed, candidates)
         num_uncached = first.num_prompt_tokens - num_blocks[chosen] * self._block_size
+        for load in self.loads:
+            load.fade(1 - 1 / (RECENT_REQUESTS * num_replicas))
         self.loads[chosen].give([request.request_id for request in requests], num_uncached)
         return chosen
 

@@ -24,7 +24,8 @@ class ReplicaLoad:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.num_given_tokens = 0
+        self.num_recent_tokens = 0.0
+        """Of all choices so far, less what ``fade`` took."""
         self._choices: set[str] = set()
         self._prompts: dict[str, int] = {}
         """Prompt tokens to compute, of those without a token."""
@@ -40,6 +41,10 @@ class ReplicaLoad:
             self._prompts[choice_id] = num_uncached_tokens
             self._add(num_uncached_tokens + CHOICE_TOKENS)
             num_uncached_tokens = 0
+
+    def fade(self, kept: float) -> None:
+        """Lets only this share of the past still count."""
+        self.num_recent_tokens *= kept
 
     def take_back(self, choice_id: str) -> None:
         """It ended, or was refused; harmless when it is not here."""
@@ -69,4 +74,4 @@ class ReplicaLoad:
 
     def _add(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
-        self.num_given_tokens += num_tokens
+        self.num_recent_tokens += num_tokens

@@ -26,8 +26,8 @@ class Candidate:
     """That it was given and that have not ended."""
     load: int
     """Tokens that it was given to compute, of those choices: see ``ReplicaLoad``."""
-    num_given_tokens: int
-    """The same of all choices so far, ended ones too."""
+    num_recent_tokens: float
+    """That it was given of late, ended choices too; what is long ago counts less and less."""
     num_cached_tokens: int
     """Of this request's prompt; 0 unless the router ``asks_for_prefixes``."""
 
