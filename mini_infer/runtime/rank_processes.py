@@ -101,7 +101,7 @@ class RankProcesses:
         # Where Ctrl-C falls between two ranks, the rest is sent with the next message.
         for outbox, unsent in zip(self._outboxes, self._unsent, strict=True):
             while unsent:
-                outbox.send(unsent[0])
+                self._push(outbox, unsent[0])
                 del unsent[0]
 
     def receive(self, *, loading: bool = False, seconds: float | None = None) -> FromRank | None:
@@ -112,8 +112,6 @@ class RankProcesses:
         """
         self._check_alive()
         deadline = None if seconds is None else time.monotonic() + seconds
-        if time.monotonic() - self._listened > STALE_SECONDS:
-            self._watch_anew()
         while not self._inbox.poll(POLL_MS):
             self._watch(loading)
             if deadline is not None and time.monotonic() > deadline:
@@ -173,6 +171,16 @@ class RankProcesses:
             start_new_session=True,
         )
 
+    def _push(self, outbox: "zmq.Socket[bytes]", data: bytes) -> None:
+        """A socket takes anything while there is another end; that of a rank which is gone would
+        wait for the next one."""
+        while True:
+            try:
+                return outbox.send(data, zmq.DONTWAIT)
+            except zmq.Again:
+                self._watch(loading=True)
+                outbox.poll(POLL_MS, zmq.POLLOUT)
+
     def _check_alive(self) -> None:
         if self._reason is not None:
             raise EngineDeadError(self._text(self._reason))
@@ -181,13 +189,15 @@ class RankProcesses:
         return f"the model's {self.size} ranks have ended: {reason}"
 
     def _watch_anew(self) -> None:
-        """What was before was not watched: nobody waited."""
+        """What was before was not watched: nobody waited, or all were suspended."""
         self._listened = now = time.monotonic()
         self._counts = self._beats.read()
         self._beaten = [now] * self.size
         self._moved = now
 
     def _watch(self, loading: bool) -> None:
+        if time.monotonic() - self._listened > STALE_SECONDS:
+            self._watch_anew()
         self._listen()
         self._look_for_killed()
         ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]

@@ -1,6 +1,8 @@
 """Ranks as processes: the same tokens as one process, and faults that end in a clear error, within
 seconds, with nothing left behind."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,20 +69,20 @@ def test_the_limits_leave_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "limit", "reason"),
     [
-        ("IsKilled", "rank 1 was killed by SIGKILL"),
-        ("IsStopped", "rank 1 has given no sign of life"),
-        ("Loops", "rank 1 hangs|has waited in vain"),
-        ("FailsOnOne", "rank 1 failed in a step where others did not: it was told to"),
+        ("IsKilled", None, "rank 1 was killed by SIGKILL"),
+        ("IsStopped", "SILENCE_SECONDS", "rank 1 has given no sign of life"),
+        ("Loops", "LAG_SECONDS", "rank 1 hangs|has waited in vain"),
+        ("FailsOnOne", "LAG_SECONDS", "rank 1 failed in a step where others did not: it was told"),
     ],
 )
 def test_a_fault_of_one_rank_in_mid_step(
-    fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, limit: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_processes, "SILENCE_SECONDS", 2.0)
-    monkeypatch.setattr(rank_processes, "LAG_SECONDS", 2.0)
-    monkeypatch.setattr(mp_executor, "LAG_SECONDS", 2.0)
+    if limit is not None:  # which is shorter here: the test before is about the real ones
+        monkeypatch.setattr(rank_processes, limit, 2.0)
+        monkeypatch.setattr(mp_executor, limit, 2.0, raising=False)
     ranks = executor(fault)
     engine = engine_over(ranks)
     pids, folder = ranks.ranks.pids, ranks.ranks.folder
@@ -98,7 +100,9 @@ def test_a_fault_of_one_rank_in_mid_step(
 
 
 def test_a_step_that_fails_on_every_rank_ends_its_request_only() -> None:
-    engine = engine_over(executor("FailsOnAll", depth=2))
+    """The ranks go on, until one of them is killed."""
+    ranks = executor("FailsOnAll", depth=2)
+    engine = engine_over(ranks)
     engine.add_request("good", PROMPT, greedy(12))
     engine.add_request("fatal", FATAL, greedy(12))
     outputs = run(engine)
@@ -106,6 +110,10 @@ def test_a_step_that_fails_on_every_rank_ends_its_request_only() -> None:
     engine.add_request("again", PROMPT, greedy(12))
     again = run(engine)["again"].outputs[0].token_ids
     assert outputs["good"].outputs[0].token_ids == again == alone(PROMPT, greedy(12))
+    os.kill(ranks.ranks.pids[0], signal.SIGKILL)  # while nobody waits for it
+    engine.add_request("late", PROMPT, greedy(12))
+    with pytest.raises(EngineDeadError, match="rank 0 was killed by SIGKILL"):
+        run(engine)
     engine.shutdown()
 
 
