@@ -13,7 +13,7 @@ import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -44,7 +44,11 @@ from speculation import (
 from torch import Tensor
 
 from mini_infer import SamplingParams
+from mini_infer.core.json_file import read_json_object
+from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS
 from mini_infer.kernels import ops
+from mini_infer.modeling.model_files import locate_model
+from mini_infer.runtime.speculation.controller import DraftController
 
 ACCEPTANCE = 0.5585
 TOLERANCE_BAR = 10.0
@@ -69,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-tokens", type=positive, default=256)
     arguments = parse(parser, argv, drafts=[2], batches=[1], prompt_tokens=8, output_tokens=16)
     require_gpu(arguments.device)
+    arguments.num_drafts = max(arguments.num_drafts, *arguments.drafts)
     report = Report("speculative_forced", "measured speed-up beside the cost model's", {})
     with accepting(arguments.acceptance), tempfile.TemporaryDirectory() as folder:
         arguments.draft_model = _with_vocabulary(arguments, Path(folder))
@@ -84,16 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _measure(arguments: argparse.Namespace, method: str, report: Report) -> None:
     """All batches and numbers of drafts of one method, in one run, beside plain decoding."""
-    speculations = {
-        str(count): speculation_of(arguments, method, num_speculative_tokens=count, adaptive=False)
-        for count in arguments.drafts
-    }
-    speculations[ADAPTIVE] = speculation_of(arguments, method)
     most = max(arguments.batches)
     length = arguments.prompt_tokens + arguments.output_tokens
     with open_engines(
         arguments,
-        {PLAIN: None, **speculations},
+        {PLAIN: None, method: speculation_of(arguments, method)},
         max_model_len=length + BLOCK_SIZE,
         num_kv_blocks=most * (-(-length // BLOCK_SIZE) + 4) + 1,
         max_num_seqs=most,
@@ -113,17 +113,20 @@ def _measure(arguments: argparse.Namespace, method: str, report: Report) -> None
         size = config.model_config.vocab_size
         prompts = [random_prompt(rng, size, arguments.prompt_tokens) for _ in range(most)]
         params = SamplingParams(temperature=0, max_tokens=arguments.output_tokens, ignore_eos=True)
+        names = [PLAIN, *map(str, arguments.drafts), ADAPTIVE]
         turn = 0
         for batch in arguments.batches:
             runs: dict[str, list[Tally]] = defaultdict(list)
             for llm in engines.values():
                 answer_all(llm, prompts[:batch], params)
             for _ in range(arguments.repeats):
-                for name in rotated(list(engines), turn):
-                    runs[name].append(answer_all(engines[name], prompts[:batch], params))
+                for name in rotated(names, turn):
+                    llm = engines[PLAIN if name == PLAIN else method]
+                    with drafting(int(name)) if name.isdigit() else nullcontext():
+                        runs[name].append(answer_all(llm, prompts[:batch], params))
                 turn += 1
             report.rows += [
-                _row(method, name, batch, runs[name], runs[PLAIN]) for name in speculations
+                _row(method, name, batch, runs[name], runs[PLAIN]) for name in names[1:]
             ]
             report.samples |= {
                 f"{method}, {name}, {batch}": [item.decode_seconds for item in taken]
@@ -137,11 +140,26 @@ def _measure(arguments: argparse.Namespace, method: str, report: Report) -> None
     ]
 
 
+@contextmanager
+def drafting(count: int) -> Iterator[None]:
+    """Device proposers propose so many drafts at each step within it, whatever pays."""
+    chosen = DraftController.num_drafts
+
+    def fixed(controller: DraftController, num_rows: int) -> int:
+        return count if 1 <= num_rows <= MAX_SPECULATING_ROWS else 0
+
+    DraftController.num_drafts = fixed  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        DraftController.num_drafts = chosen  # type: ignore[assignment, method-assign]
+
+
 def _with_vocabulary(arguments: argparse.Namespace, folder: Path) -> str:
     """The draft's configuration, with as many tokens as the target's where it has another number:
     models of one tokenizer pad their tables to different sizes. Written to ``folder``."""
     target, draft = (
-        json.loads((Path(name) / "config.json").read_text())
+        read_json_object(locate_model(name).folder / "config.json")
         for name in (arguments.model, arguments.draft_model)
     )
     draft["vocab_size"] = target["vocab_size"]
