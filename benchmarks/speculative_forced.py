@@ -152,7 +152,7 @@ def drafting(count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        DraftController.num_drafts = chosen  # type: ignore[assignment, method-assign]
+        DraftController.num_drafts = chosen  # type: ignore[method-assign]
 
 
 def _with_vocabulary(arguments: argparse.Namespace, folder: Path) -> str:
