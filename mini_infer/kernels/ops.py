@@ -120,13 +120,22 @@ def attend(
     kernels = gpu_kernels()
     if kernels is None:
         return reference.attend(qkv, rope, *caches, meta, scale, sliding_window, qk_norm)
-    if meta.backend == "triton" and meta.max_query_len == 1:
-        result: Tensor = kernels.decode_attention(
-            qkv, rope, *caches, meta, scale, sliding_window, qk_norm
-        )
-        return result
+    if meta.backend == "triton":
+        whole = None
+        if meta.max_query_len == 1:
+            whole = kernels.decode_attention
+        elif kernels.takes_drafts(meta, *_group_and_size(qkv, k_cache), qk_norm is not None):
+            whole = kernels.draft_attention
+        if whole is not None:
+            result: Tensor = whole(qkv, rope, *caches, meta, scale, sliding_window, qk_norm)
+            return result
     q = kernels.rotary_and_write_kv(qkv, rope, *caches, meta.slot_mapping, qk_norm)
     return paged_attention(q, *caches, meta, scale, sliding_window).flatten(1)
+
+
+def _group_and_size(qkv: Tensor, k_cache: Tensor) -> tuple[int, int]:
+    """Query heads that share a key head, and the size of a head."""
+    return qkv.shape[1] // k_cache.shape[2] - 2, qkv.shape[2]
 
 
 def _attend_on_cpu(

@@ -33,12 +33,21 @@ def random_rope(head_dim: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
-def decode_metadata(contexts: Sequence[int]) -> AttentionMetadata:
+def decode_metadata(contexts: Sequence[int], width: int = 1) -> AttentionMetadata:
+    """``width`` queries a row."""
     generator = torch.Generator()
     generator.seed()  # fresh inputs in every run
-    meta = metadata([1] * len(contexts), contexts, BLOCK, generator)
+    meta = metadata([width] * len(contexts), contexts, BLOCK, generator)
     names = ("cu_seqlens_q", "seqlens_k", "block_table", "slot_mapping")
     return replace(meta, **{name: getattr(meta, name).to(DEVICE) for name in names})
+
+
+def positions(meta: AttentionMetadata) -> Tensor:
+    """Of each token: a row's queries stand at the end of its context."""
+    lens = meta.cu_seqlens_q.diff()
+    behind = meta.cu_seqlens_q[1:].repeat_interleave(lens)
+    behind -= torch.arange(len(behind), device=DEVICE)
+    return meta.seqlens_k.long().repeat_interleave(lens) - behind
 
 
 class Layer:
@@ -59,14 +68,14 @@ class Layer:
         self.caches = self.pair[:, 0].transpose(1, 2), self.pair[:, 1].transpose(1, 2)
         for cache in self.caches:
             cache[meta.slot_mapping // BLOCK, meta.slot_mapping % BLOCK] = 3e4
-        rows, total = len(meta.context_lens), num_heads + 2 * num_kv_heads
+        rows, total = len(meta.slot_mapping), num_heads + 2 * num_kv_heads
         self.qkv = torch.randn(rows, total, head_dim, device=DEVICE, dtype=dtype)
         weights = (torch.randn(head_dim, device=DEVICE, dtype=dtype) for _ in range(2))
         self.qk_norm = (*weights, 1e-6)
         self.table, self.scale = table, head_dim**-0.5
 
     def arguments(self, meta: AttentionMetadata, window: int | None, with_norm: bool) -> tuple:
-        rope = Rope(self.table, meta.seqlens_k.long() - 1)
+        rope = Rope(self.table, positions(meta))
         qk_norm = self.qk_norm if with_norm else None
         return self.qkv, rope, *self.caches, meta, self.scale, window, qk_norm
 

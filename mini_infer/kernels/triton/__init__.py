@@ -1,7 +1,8 @@
 """Kernels in Triton, one file per family; imported only where a GPU runs them.
 
 Each function has the arguments of its namesake in ``mini_infer.kernels.reference``;
-``rotary_and_write_kv`` is three of those in one launch, ``decode_attention`` those and attention.
+``rotary_and_write_kv`` is three of those in one launch, ``decode_attention`` and
+``draft_attention`` those and attention.
 ``draw`` and ``token_logprobs`` are what ``mini_infer.modeling.sampler`` does on a CPU.
 """
 
@@ -10,6 +11,7 @@ from mini_infer.kernels.triton.activation import silu_and_mul
 from mini_infer.kernels.triton.attention import paged_attention
 from mini_infer.kernels.triton.chunk_inputs import chunk_inputs
 from mini_infer.kernels.triton.decode_inputs import decode_inputs
+from mini_infer.kernels.triton.draft_attention import draft_attention, takes_drafts
 from mini_infer.kernels.triton.draft_rows import last_samples, write_drafts_
 from mini_infer.kernels.triton.embedding import embedding
 from mini_infer.kernels.triton.flash_decoding import decode_attention
@@ -27,6 +29,7 @@ __all__ = [
     "chunk_inputs",
     "decode_attention",
     "decode_inputs",
+    "draft_attention",
     "draw",
     "embedding",
     "gated_linear",
@@ -38,6 +41,7 @@ __all__ = [
     "rms_norm",
     "rotary_and_write_kv",
     "silu_and_mul",
+    "takes_drafts",
     "token_logprobs",
     "verify_inputs",
     "write_drafts_",
