@@ -20,13 +20,19 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.errors import InvalidConfigError, UnsupportedModelError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.layers import Embedding, Linear, RMSNorm, activation_dtype
 from mini_infer.modeling.sharded_source import WHOLE, Cut, ShardedSource
-from mini_infer.modeling.weights import WeightSource, check_checkpoint, empty_model, fill_model
+from mini_infer.modeling.weights import (
+    WeightSource,
+    check_checkpoint,
+    checkpoint_places,
+    empty_model,
+    fill_model,
+)
 from mini_infer.parallel.group import TensorParallelGroup
 
 ROWS, COLUMNS = 0, 1
@@ -140,7 +146,7 @@ def build_shard(
     """A rank's part of a model, ready for inference; it reads no other part of the checkpoint.
 
     Raises:
-        UnsupportedModelError: the architecture is not implemented.
+        UnsupportedModelError: the architecture is not implemented, or has what can't be cut.
         WeightsError: the checkpoint does not fit it.
     """
     check_checkpoint(shard.whole, source)
@@ -151,7 +157,14 @@ def build_shard(
     model.config = replace(shard.config, vocab_size=shard.whole.vocab_size)
     model.whole_config = shard.whole
     model.group = group
-    return fill_model(model, ShardedSource(source, shard.cut_of_model))
+    sharded = ShardedSource(source, shard.cut_of_model)
+    for name, place in checkpoint_places(model).items():
+        if place.shape != sharded.shape(name):
+            raise UnsupportedModelError(
+                f"{model.config.architecture} can't be cut for several ranks, as no rule of "
+                f"sharding.py fits {name}: use a tensor_parallel_size of 1"
+            )
+    return fill_model(model, sharded)
 
 
 def shard_of(model: CausalLM) -> Shard:

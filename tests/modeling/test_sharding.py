@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mini_infer.core.errors import InvalidConfigError, WeightsError
+from mini_infer.core.errors import InvalidConfigError, UnsupportedModelError, WeightsError
 from mini_infer.modeling.dummy_source import DummySource
 from mini_infer.modeling.gguf_source import GGUFSource
 from mini_infer.modeling.safetensors_header import read_header
@@ -209,3 +209,12 @@ def test_a_wrong_checkpoint_is_told_by_its_whole_shapes() -> None:
     shard = Shard(BIASED, 1, 2)
     with pytest.raises(WeightsError, match=r"up_proj.weight has shape \[40, 32\], .* \[47, 32\]"):
         build_shard(shard, Rank(1, 2), MemorySource(tensors), torch.float32)
+
+
+def test_an_architecture_that_no_rule_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm over all heads together, say, has no part that a rank could compute by itself."""
+    cut = Shard.cut
+    monkeypatch.setattr(Shard, "cut", lambda self, name: cut(self, name.replace("k_proj", "norm")))
+    source = MemorySource(random_tensors(BIASED))
+    with pytest.raises(UnsupportedModelError, match=r"no rule .* fits .*0.self_attn.k_proj.weight"):
+        build_shard(Shard(BIASED, 1, 2), Rank(1, 2), source, torch.float32)
