@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.model_config import ModelConfig
-from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, SpeculativeConfig
 
 AUTO = "auto"
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -170,11 +170,15 @@ class EngineConfig:
 
     @property
     def max_step_tokens(self) -> int:
-        """Most tokens of one step. Without chunked prefill decodes come on top of the budget, or a
-        whole prompt could wait for ever beside them."""
-        return self.max_num_batched_tokens + (
-            0 if self.enable_chunked_prefill else self.max_num_seqs
-        )
+        """Most tokens of one step. Without chunked prefill decodes and their drafts come on top of
+        the budget, or a whole prompt could wait for ever beside them."""
+        if self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
+        most = self.max_num_batched_tokens + self.max_num_seqs
+        if self.speculative_config is not None:
+            speculating = min(self.max_num_seqs, MAX_SPECULATING_ROWS)
+            most += speculating * self.speculative_config.num_speculative_tokens
+        return most
 
     @property
     def speculates_on_device(self) -> bool:

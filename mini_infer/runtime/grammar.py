@@ -43,7 +43,8 @@ class Grammar:
 
     def rollback(self, num_tokens: int) -> None:
         """Takes back the last ``num_tokens`` that were accepted."""
-        assert self.matcher.rollback(num_tokens), self.matcher.get_error()
+        went_back = self.matcher.rollback(num_tokens)
+        assert went_back, self.matcher.get_error()
 
     def fill_after(self, drafts: Sequence[int], address: int, row_bytes: int) -> None:
         """Fills the rows of bits at ``address`` with what may come after each of the drafts. From

@@ -223,7 +223,10 @@ class Scheduler:
         decoding = RequestState.DECODING
         requests = self._queues.running(decoding)
         drafting = self._speculation is not None and self._speculation.plan_step(
-            requests, self._queues.count(RequestState.PREFILLING), bool(self._in_flight)
+            requests,
+            self._queues.count(RequestState.PREFILLING),
+            bool(self._places.free_slots) and self._queues.next_outside() is not None,
+            bool(self._in_flight),
         )
         for request in requests:
             start = request.num_computed_tokens

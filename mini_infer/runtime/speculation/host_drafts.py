@@ -79,7 +79,6 @@ class HostDrafts:
         if self._failed or not 1 <= num_rows <= MAX_SPECULATING_ROWS:
             return False
         if self._adaptive:
-            self._controller.pass_step(num_rows)
             expected, share = self._forecast.of_step(num_rows)
             _, gain = self._controller.best(num_rows, expected, share)
             needed = STAY_GAIN if self._on else START_GAIN

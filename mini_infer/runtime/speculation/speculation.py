@@ -7,6 +7,7 @@ from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.events import DraftsVerified, EventStream
 from mini_infer.core.request import Request
+from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS
 from mini_infer.core.step_costs import StepCosts
 from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS, ChunkDrafts
 from mini_infer.runtime.speculation.controller import DraftController
@@ -38,6 +39,7 @@ class Speculation:
             self._host = HostDrafts(self._config, proposer, self._controller)
         self._num_proposed = 0
         self._share = 0
+        """Drafts that each decoding request may have verified in a step."""
         self._proposals: dict[str, tuple[int, ...]] = {}
 
     def waits(self, num_rows: int) -> bool:
@@ -45,16 +47,22 @@ class Speculation:
         flight?"""
         return self._host is not None and num_rows > 0 and self._host.drafting(num_rows)
 
-    def plan_step(self, decoding: Sequence[Request], num_prefilling: int, in_flight: bool) -> bool:
-        """Decides on the drafts of a step of these requests. Can it have any?"""
+    def plan_step(
+        self, decoding: Sequence[Request], num_prefilling: int, others_wait: bool, in_flight: bool
+    ) -> bool:
+        """Decides on the drafts of a step of these requests, and of others that may enter if
+        ``others_wait``. Can it have any?"""
         num_rows = len(decoding) + num_prefilling
-        self._share = self._max_step_tokens // max(1, num_rows) - 1
+        self._share = self._drafts_each(len(decoding), num_prefilling > 0 or others_wait)
         if self._host is None:
             self._num_proposed = self._controller.num_drafts(num_rows) if num_rows else 0
             return self._num_proposed > 0
         self._proposals.clear()
+        if decoding:
+            self._controller.pass_step(len(decoding))
         if not in_flight and self.waits(len(decoding)):
-            proposals = self._host.propose(decoding, [self._room(r) for r in decoding])
+            room = [min(self._room(request), self._share) for request in decoding]
+            proposals = self._host.propose(decoding, room)
             for request, token_ids in zip(decoding, proposals, strict=True):
                 if token_ids:
                     self._proposals[request.request_id] = token_ids
@@ -66,15 +74,25 @@ class Speculation:
             return NO_DRAFTS  # it does not sample
         room = self._room(request)
         if self._host is not None:
-            token_ids = self._proposals.get(request.request_id, ())
+            token_ids = self._proposals.pop(request.request_id, ())  # they are for one step
             return ChunkDrafts(len(token_ids), token_ids) if token_ids else NO_DRAFTS
         num_drafts = max(0, min(request.num_drafts, room, self._share))
         # What is sampled here is one token more, and so may be what is proposed behind that.
-        return ChunkDrafts(num_drafts, (), max(0, min(self._num_proposed, room - num_drafts - 1)))
+        most = min(self._num_proposed, room - num_drafts - 1, self._share)
+        return ChunkDrafts(num_drafts, (), max(0, most))
 
     def _room(self, request: Request) -> int:
         """Drafts that could still be tokens of its answer: the last one is sampled for sure."""
-        return min(request.max_num_tokens - request.num_tokens - 1, self._share)
+        return request.max_num_tokens - request.num_tokens - 1
+
+    def _drafts_each(self, num_decoding: int, is_shared: bool) -> int:
+        """Drafts of each decoding request for which a step has tokens. Where it ``is_shared`` with
+        prompts, half of what plain decoding would leave is theirs: they would wait for ever beside
+        requests that fill every step with drafts."""
+        if num_decoding > MAX_SPECULATING_ROWS:
+            return 0  # some may be left of a smaller step
+        free = max(0, self._max_step_tokens - num_decoding)
+        return (free // 2 if is_shared else free) // max(1, num_decoding)
 
     def take_in(self, request: Request, chunk: Chunk, num_tokens: int, num_rows: int) -> None:
         """A step of ``num_rows`` requests gave this one ``num_tokens``, of which all but one were

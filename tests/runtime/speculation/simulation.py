@@ -108,6 +108,7 @@ class HostRun:
         plain_seconds = self.costs.verify_seconds(num_rows, 0)
         proposals: list[tuple[int, ...]] = [()] * num_rows
         self.num_steps += 1
+        self.controller.pass_step(num_rows)
         if self.drafts.drafting(num_rows):
             self.num_steps_with_drafts += 1
             self.seconds += self.host_seconds
