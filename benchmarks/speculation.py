@@ -81,7 +81,7 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reopen",
         action="store_true",
-        help="engines anew, in another order, for each repeat or kind of prompt: on a CPU some are "
+        help="engines anew, in another order, a few times or at each repeat: on a CPU some are "
         "faster by a few percent, by where their weights lie",
     )
 

@@ -7,9 +7,8 @@ Asks prompts one at a time, each of every engine in turn, and compares the answe
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import groupby
 
 from harness import Bar, Report, Value, describe, make_parser, parse, positive, run
 from speculation import (
@@ -60,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for temperature in arguments.temperatures
         for conversation in conversations
     ]
-    sittings = [rounds]
-    if arguments.reopen:
-        sittings = [list(group) for _, group in groupby(rounds, lambda item: item[1].category)]
+    num_sittings = min(len(names), len(rounds)) if arguments.reopen else 1
+    sittings = [rounds[place::num_sittings] for place in range(num_sittings)]
     configs = {PLAIN: None, **speculations}
     for number, sitting in enumerate(sittings):
         with open_engines(
@@ -83,9 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             _warm_up(engines)
             for turn, (temperature, conversation) in enumerate(sitting):
-                row = conversation.category
-                if len(arguments.temperatures) > 1:
-                    row += f", temperature {temperature:g}"
+                row = _row(arguments, temperature, conversation)
                 params = SamplingParams(
                     temperature=temperature, max_tokens=arguments.max_tokens, seed=turn
                 )
@@ -94,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     for name, (output, seconds) in answers.items():
                         tallies[name, row].add(output, seconds)
                         same[name] += _ids(output) == _ids(answers[PLAIN][0])
-    _fill(report, arguments, names, tallies)
+    rows = dict.fromkeys(_row(arguments, *item) for item in rounds)
+    _fill(report, arguments, names, rows, tallies)
     for method in arguments.methods:
         report.bars.append(
             Bar(f"{method}: answers identical to plain %", 100 * same[method] / num_answers, 100)
@@ -124,6 +121,12 @@ def _talk(
     return answers
 
 
+def _row(arguments: argparse.Namespace, temperature: float, conversation: Conversation) -> str:
+    """Where an answer counts."""
+    several = len(arguments.temperatures) > 1
+    return conversation.category + (f", temperature {temperature:g}" if several else "")
+
+
 def _ids(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
@@ -137,9 +140,12 @@ def _warm_up(engines: dict[str, LLM]) -> None:
 
 
 def _fill(
-    report: Report, arguments: argparse.Namespace, names: Sequence[str], tallies: Tallies
+    report: Report,
+    arguments: argparse.Namespace,
+    names: Sequence[str],
+    rows: Iterable[str],
+    tallies: Tallies,
 ) -> None:
-    rows = list(dict.fromkeys(row for _, row in tallies))
     for name in names:
         total = Tally()
         for row in rows:
