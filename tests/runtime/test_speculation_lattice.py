@@ -231,7 +231,7 @@ def speculation(method: str, folder: Path, num_drafts: int, adaptive: bool) -> S
 def moody(patch: pytest.MonkeyPatch, config: SpeculativeConfig) -> None:
     """Drafts that come and go, in numbers that change from step to step."""
     counts = itertools.cycle([*config.draft_counts, 0, config.draft_counts[-1], 0, 0])
-    patch.setattr(DraftController, "num_drafts", lambda self, num_rows: next(counts))
+    patch.setattr(DraftController, "num_drafts", lambda self, *_: next(counts))
     on = itertools.cycle([True, True, True, False, True, False, False])
     patch.setattr(HostDrafts, "drafting", lambda self, num_rows: num_rows > 0 and next(on))
 

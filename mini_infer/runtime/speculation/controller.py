@@ -9,7 +9,11 @@ yields R (1 + S_1 + ... + S_k) tokens, S_j being how likely draft j is accepted,
 from collections.abc import Sequence
 from math import ceil
 
-from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, SpeculativeConfig
+from mini_infer.core.speculative_config import (
+    MAX_DRAFTS,
+    MAX_SPECULATING_ROWS,
+    SpeculativeConfig,
+)
 from mini_infer.core.step_costs import StepCosts
 from mini_infer.runtime.speculation.acceptance import Acceptance
 
@@ -77,19 +81,20 @@ class DraftController:
 
     # -- what is asked of it where drafts are proposed on the device
 
-    def num_drafts(self, num_rows: int) -> int:
+    def num_drafts(self, num_rows: int, most: int = MAX_DRAFTS) -> int:
         """Asked once a step: how many drafts each of ``num_rows`` decoding requests should have in
-        the next one; one of ``SpeculativeConfig.draft_counts``."""
-        if not 1 <= num_rows <= MAX_SPECULATING_ROWS:
+        the next one, of which it can verify ``most``; one of ``SpeculativeConfig.draft_counts``,
+        or ``most``."""
+        if most < 1 or not 1 <= num_rows <= MAX_SPECULATING_ROWS:
             return 0
         if not self._config.adaptive:
-            return self._config.num_speculative_tokens
+            return min(self._config.num_speculative_tokens, most)
         self.pass_step(num_rows)
-        expected = [num_rows * share for share in self._acceptance.survival()]
+        expected = [num_rows * share for share in self._acceptance.survival()[:most]]
         count, gain = self.best(num_rows, expected)
         self._on = count > 0 and gain > (STAY_GAIN if self._on else START_GAIN)
         if not self._on:
-            count = self._probe(num_rows)
+            count = self._probe(num_rows, most)
         elif self._credit <= 0:
             count = 0
         if count:
@@ -113,7 +118,8 @@ class DraftController:
         choices, and how many times those of a plain step that is.
 
         Args:
-            expected: for each position, how many drafts there will be accepted, of all requests.
+            expected: for each position, how many drafts there will be accepted, of all requests;
+                there are no more drafts than positions.
             share: of the steps so planned, those that will have any draft.
         """
         plain, host = self._plain(num_rows), self._host(num_rows)
@@ -121,6 +127,8 @@ class DraftController:
         for count, seconds in zip(
             self._config.draft_counts, self._step_seconds(num_rows), strict=True
         ):
+            if count > len(expected):
+                break
             tokens = 1.0 + sum(expected[:count]) / num_rows
             gain = tokens * plain / (plain + host + share * (seconds - plain))
             if gain > best_gain:
@@ -163,11 +171,11 @@ class DraftController:
         """What a plain step takes; 0 where no costs were measured."""
         return self._plain(num_rows) if self._measured else 0.0
 
-    def _probe(self, num_rows: int) -> int:
+    def _probe(self, num_rows: int, most: int) -> int:
         """Drafts of a step that is predicted to lose: none, but now and then a few, to notice when
         that changes. Not where even the best drafter would lose."""
         self._acceptance.limit(PROBED_SAMPLES)
-        all_accepted = [float(num_rows)] * self._config.num_speculative_tokens
+        all_accepted = [float(num_rows)] * min(self._config.num_speculative_tokens, most)
         _, gain = self.best(num_rows, all_accepted)
         self._wait -= 1
         if gain < START_GAIN or self._wait > 0 or not self.has_credit:

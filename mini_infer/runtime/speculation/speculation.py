@@ -55,7 +55,7 @@ class Speculation:
         num_rows = len(decoding) + num_prefilling
         self._share = self._drafts_each(len(decoding), num_prefilling > 0 or others_wait)
         if self._host is None:
-            self._num_proposed = self._controller.num_drafts(num_rows) if num_rows else 0
+            self._num_proposed = self._controller.num_drafts(num_rows, self._share)
             return self._num_proposed > 0
         self._proposals.clear()
         if decoding:

@@ -154,7 +154,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]],
     def install(is_on: Callable[[int], bool]) -> None:
         num_steps = 0
 
-        def num_drafts(self: DraftController, num_rows: int) -> int:
+        def num_drafts(self: DraftController, *_: int) -> int:
             nonlocal num_steps
             num_steps += 1
             return 3 if is_on(num_steps) else 0

@@ -83,6 +83,22 @@ def test_each_number_is_one_that_there_is_a_graph_for(
                 ours.record(count, (step * row) % (count + 1))
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_step_that_has_room_for_few_drafts_has_few(adaptive: bool) -> None:
+    ours = controller(make_costs(verify=0.0, propose=0.0), adaptive=adaptive)
+    teach(ours, num_accepted=4)
+    assert [ours.num_drafts(1, most) for most in (0, 1, 3, 9)] == [0, 1, 3, 4]
+
+
+def test_what_pays_with_many_drafts_only_is_left_where_there_is_room_for_few() -> None:
+    """Verifying is dear as soon as there is a draft, and no dearer with more of them."""
+    costs = StepCosts((1,), (0, 1, 4), ((1.0, 2.2, 2.2),), ((0.0, 0.0, 0.0),))
+    ours = controller(costs)
+    teach(ours, num_accepted=4)
+    assert ours.num_drafts(1) == 4
+    assert ours.num_drafts(1, 1) == 0
+
+
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_drafts_that_are_never_right_cost_less_than_a_hundredth(num_rows: int, depth: int) -> None:
