@@ -14,6 +14,7 @@ from torch import Tensor
 from mini_infer.core.errors import InvalidConfigError, UnsupportedModelError, WeightsError
 from mini_infer.modeling.dummy_source import DummySource
 from mini_infer.modeling.gguf_source import GGUFSource
+from mini_infer.modeling.model_files import load_model_config, locate_model
 from mini_infer.modeling.safetensors_header import read_header
 from mini_infer.modeling.safetensors_source import SINGLE_FILE, SafetensorsSource
 from mini_infer.modeling.sharded_source import Cut, ShardedSource
@@ -21,8 +22,14 @@ from mini_infer.modeling.sharding import Shard, build_shard, check_divides
 from mini_infer.modeling.weight_stream import Staging, stream_tensors
 from mini_infer.modeling.weights import WeightSource, checkpoint_places, checkpoint_shapes
 from mini_infer.parallel.group import TensorParallelGroup
+from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.local_executor import LocalExecutor
 from tests.modeling.fakes import MemorySource, random_tensors, tiny_config
 from tests.modeling.gguf_files import tiny_model, write_model
+from tests.runtime.engine_tools import generate, greedy
+from tests.runtime.fake_executor import make_config
+from tests.runtime.rank_threads import sharded_engine
 
 WIDE = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 47}
 BIASED = tiny_config(**WIDE, head_dim=8, attention_bias=True, mlp_bias=True, vocab_size=65)
@@ -172,6 +179,21 @@ def test_rows_of_a_gguf_are_dequantised_alone(kind: str, tmp_path: Path) -> None
         assert torch.equal(source.get_part(name, 0, rows), whole[head_dim:])
         if whole.dim() > 1:
             assert torch.equal(source.get_part(name, 1, range(3, 9)), whole[:, 3:9])
+
+
+def test_ranks_of_a_gguf_say_what_one_process_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINI_INFER_CACHE", str(tmp_path / "cache"))
+    files = locate_model(str(write_model(tmp_path / "model.gguf", tiny_model("llama"))))
+    options = {"model_config": load_model_config(files), "load_format": "gguf"}
+    options["max_model_len"] = 64
+    config = make_config(**options)
+    engine = LLMEngine(config, LocalExecutor(config, files), ByteTokenizer())
+    prompts = [[5, 6, 7, 8, 9], [1, 2, 3] * 5]
+    expected = generate(engine, prompts, greedy(12))
+    sharded = sharded_engine(files, tensor_parallel_size=4, **options)
+    assert generate(sharded, prompts, greedy(12)) == expected
 
 
 def test_random_weights_are_those_of_the_whole() -> None:

@@ -171,7 +171,7 @@ def test_each_proposer_has_drafts_verified(method: str, heads: Path) -> None:
     assert any(isinstance(event, DraftsVerified) for event in events)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     name=st.sampled_from(list(MODELS)),
     size=st.sampled_from(SIZES),
