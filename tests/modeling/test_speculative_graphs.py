@@ -165,7 +165,7 @@ def test_drafts_beside_prompts_are_replayed_too(
     max_model_len=st.sampled_from([30, 64]),
     on_device=st.booleans(),
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_replays_at_any_limits(
     params: list[SamplingParams],
     num_drafts: int,
