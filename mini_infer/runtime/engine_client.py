@@ -28,53 +28,69 @@ from mini_infer.runtime.engine_process import EngineHost
 logger = logging.getLogger(__name__)
 
 
-class _ToldEvents(EventStream):
-    """Tells ``on_change`` when somebody begins or ceases to listen."""
-
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        super().__init__()
-        self._on_change = on_change
-
-    def subscribe(self, subscriber: Subscriber, *kinds: type[Event]) -> None:
-        super().subscribe(subscriber, *kinds)
-        self._on_change()
-
-    def unsubscribe(self, subscriber: Subscriber) -> None:
-        super().unsubscribe(subscriber)
-        self._on_change()
-
-
-class ServerEvents(_ToldEvents):
+class ServerEvents(EventStream):
     """All engines' events as they arrive, and the server's own. An engine is told which kinds
     anybody listens to, so that it neither builds nor sends others."""
 
     def __init__(self, num_engines: int, on_change: Callable[[], None]) -> None:
-        super().__init__(on_change)
-        self.engines = [EngineEvents(self, on_change) for _ in range(num_engines)]
+        """``on_change`` is told when somebody begins or ceases to listen."""
+        super().__init__()
+        self._on_change = on_change
+        self.engines = [EngineEvents(self) for _ in range(num_engines)]
+
+    def subscribe(self, subscriber: Subscriber, *kinds: type[Event]) -> None:
+        super().subscribe(subscriber, *kinds)
+        self.changed()
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        super().unsubscribe(subscriber)
+        self.changed()
 
     def emit(self, event: Event) -> None:
         """An event of the server's own, of which no engine knows: whoever listens to one engine
         hears it, too."""
-        self.hear(event)
+        super().emit(event)
         for engine in self.engines:
             engine.hear(event)
 
-    def hear(self, event: Event) -> None:
-        super().emit(event)
+    def changed(self) -> None:
+        """Somebody began or ceased to listen, here or to an engine."""
+        for engine in self.engines:
+            engine.all_listeners = {}  # a new one: another thread may be filling the old one
+        self._on_change()
+
+    def listeners_of(self, kind: type[Event]) -> tuple[Subscriber, ...]:
+        return self._listeners_of(kind)
 
 
-class EngineEvents(_ToldEvents):
+class EngineEvents(EventStream):
     """One engine's events: who listens here hears of no other engine."""
 
-    def __init__(self, server: ServerEvents, on_change: Callable[[], None]) -> None:
-        super().__init__(on_change)
+    def __init__(self, server: ServerEvents) -> None:
+        super().__init__()
         self._server = server
+        self.all_listeners: dict[type[Event], tuple[Subscriber, ...]] = {}
+        """Here and to the server, by type: one look-up an event, of which there is one a token."""
+
+    def subscribe(self, subscriber: Subscriber, *kinds: type[Event]) -> None:
+        super().subscribe(subscriber, *kinds)
+        self._server.changed()
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        super().unsubscribe(subscriber)
+        self._server.changed()
 
     def emit(self, event: Event) -> None:
-        self.hear(event)
-        self._server.hear(event)
+        kind = type(event)
+        listeners = self.all_listeners.get(kind)
+        if listeners is None:
+            listeners = self._listeners_of(kind) + self._server.listeners_of(kind)
+            self.all_listeners[kind] = listeners
+        for listener in listeners:
+            listener(event)
 
     def hear(self, event: Event) -> None:
+        """An event of the server's own."""
         super().emit(event)
 
     def wanted(self) -> Listen:

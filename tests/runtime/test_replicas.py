@@ -22,7 +22,9 @@ from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime import engine_restarts
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.engine_client import ServerEvents
 from mini_infer.runtime.engine_core import EngineCore
+from mini_infer.runtime.engine_messages import EVENT_KINDS, Listen
 from mini_infer.runtime.replica_set import common_config
 from mini_infer.runtime.replica_starters import ReplicaStarters, replica_environment
 from mini_infer.runtime.routing.router import Candidate, RoutedRequest, load_router
@@ -268,6 +270,29 @@ async def test_a_routers_mistake_is_its_requests(
         await anext(engine.generate("Hello", SHORT, request_id="a"))
     assert engine._waiting_room.num_waiting == 0
     assert len(await outputs_of(engine, ["Hello"])) == 1
+
+
+def test_who_hears_what() -> None:
+    changes: list[int] = []
+    events = ServerEvents(2, lambda: changes.append(1))
+    here, there, everywhere = list[Event](), list[Event](), list[Event]()
+    listener = everywhere.append
+    events.engines[0].subscribe(here.append, Queued, Answered)
+    events.engines[1].subscribe(there.append, Queued, Answered)
+    told, own = Queued(0.0, "a", 3), Answered(1.0, "a", "stop")
+    for times in (1, 2):
+        events.engines[0].emit(told)
+        events.emit(own)
+        assert (here, there) == ([told, own] * times, [own] * times)
+        events.subscribe(listener, Queued)
+    assert everywhere == [told]
+    assert events.engines[1].wanted() == Listen([EVENT_KINDS.index(Queued)])
+    events.unsubscribe(listener)
+    events.engines[1].unsubscribe(there.append)
+    assert events.engines[1].wanted() == Listen([])
+    events.engines[1].emit(told)
+    assert everywhere == [told]
+    assert len(changes) == 6
 
 
 def test_what_all_can_promise() -> None:

@@ -1,5 +1,6 @@
 """Routers, and what they are told: which replica holds what, and how much it has to do."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from mini_infer.core.events import (
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.routing import prefix_aware
 from mini_infer.runtime.routing.dispatcher import RECENT_REQUESTS, Dispatcher
 from mini_infer.runtime.routing.prefix_index import PrefixIndex
 from mini_infer.runtime.routing.replica_load import CHOICE_TOKENS, ReplicaLoad
@@ -216,6 +218,30 @@ def test_what_a_router_is_told_is_what_the_cache_will_find(length: int) -> None:
     request = request_of(prompt, cache_salt="one")
     dispatcher.send([request], dispatcher.block_hashes(request), [0, 1])
     assert [one.num_cached_tokens for one in router.candidates] == [0, 0]
+
+
+@pytest.mark.parametrize(("weight", "most"), [(None, 1.04), (0.0, 8.0)])
+def test_a_system_prompt_does_not_gather_everybody_at_one_replica(
+    weight: float | None, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time, so that load is no reason to go elsewhere."""
+    if weight is not None:
+        monkeypatch.setattr(prefix_aware, "RECENT_WEIGHT", weight)
+    dispatcher, counts = Dispatcher(load_router("prefix_aware"), 8, 512), [0] * 8
+    rng = random.Random(1)
+    for number in range(400):
+        own = [number] * rng.randint(200, 2000)
+        request = request_of([*range(2048), *own], request_id=f"{number}")
+        hashes = dispatcher.block_hashes(request)
+        chosen = dispatcher.send([request], hashes, range(8))
+        counts[chosen] += 1
+        for event in (
+            TokensEmitted(0.0, request.request_id, (1,), 1),
+            BlocksCached(0.0, request.request_id, tuple(hashes)),
+            Finished(0.0, request.request_id, "stop", len(request.prompt_token_ids), 1),
+        ):
+            dispatcher.observe(chosen, event)
+    assert max(counts) / 50 == pytest.approx(most, rel=0.03)
 
 
 def test_what_was_given_long_ago_counts_less() -> None:
