@@ -39,9 +39,12 @@ class Restarts:
         on_restarted: Callable[[EngineHost], None],
         on_given_up: Callable[[str], None],
         name: str = "the engine",
+        loss: str = "its requests ended with an error",
     ) -> None:
-        """Without a ``starter`` the first death is the last."""
+        """Without a ``starter`` the first death is the last. ``name`` and ``loss`` are for the log:
+        who died, and what that means."""
         self._name = name
+        self._loss = loss
         self._starter = starter
         self._on_restarted = on_restarted
         self._on_given_up = on_given_up
@@ -57,7 +60,7 @@ class Restarts:
         self._task = asyncio.get_running_loop().create_task(self._restart(how, dead))
         if self._starter is None:
             return f"{self._name} {how}: restart the server, whose log may say more"
-        logger.error("%s %s; its requests ended with an error", self._name, how)
+        logger.error("%s %s; %s", self._name, how, self._loss)
         return f"{self._name} {how} and is being restarted: send the request again after a moment"
 
     def cancel(self) -> None:

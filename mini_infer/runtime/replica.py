@@ -39,14 +39,16 @@ class Replica:
     def __init__(
         self,
         index: int,
-        name: str,
         host: EngineHost,
         events: EngineEvents,
         room: WaitingRoom,
         starter: Starter | None,
         owner: ReplicaOwner,
+        *,
+        alone: bool,
     ) -> None:
-        """``name`` is for people; ``starter`` loads another host where the last one died."""
+        """``starter`` loads another host where the last one died. ``alone``, it is just the
+        engine to whoever reads of it."""
         self.index = index
         self.events = events
         self.choices = ChoicesInFlight(events, room)
@@ -57,7 +59,8 @@ class Replica:
         self._owner = owner
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: EngineClient | None = None
-        self._restarts = Restarts(starter, self._on_restarted, self._on_given_up, name)
+        told = () if alone else (f"replica {index}", "what it had begun ended with an error")
+        self._restarts = Restarts(starter, self._on_restarted, self._on_given_up, *told)
 
     @property
     def running(self) -> bool:

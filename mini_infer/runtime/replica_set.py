@@ -80,12 +80,12 @@ class ReplicaSet:
         self.replicas = [
             Replica(
                 index,
-                "the engine" if alone else f"replica {index}",
                 host,
                 events.engines[index],
                 room,
                 starters[index] if starters else None,
                 self,
+                alone=alone,
             )
             for index, host in enumerate(hosts)
         ]

@@ -105,7 +105,7 @@ def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Pa
         "--api-key a --api-key b --allowed-origin https://x.example --allowed-origin * "
         f"--max-body-size 2MiB --max-num-queued 7 --request-timeout 1.5 --access-log "
         f"--log-interval 0 --otlp-endpoint http://localhost:4318 "
-        f"--profile-folder {folder} --tool-call-parser hermes"
+        f"--profile-folder {folder} --tool-call-parser hermes --router least_loaded"
     )
     assert main(["serve", "--dry-run", "--port", "0", *options.split()]) == 0
     gc.unfreeze()
@@ -117,6 +117,7 @@ def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Pa
             max_num_queued=7,
             request_timeout=1.5,
             tool_call_parser="hermes",
+            router="least_loaded",
             profile_folder=folder,
             access_log=True,
             log_interval=0,
@@ -124,6 +125,18 @@ def test_the_servers_options_reach_it(started: list[ServerOptions], tmp_path: Pa
         )
     ]
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize("name", ["--replicas", "--data-parallel-size"])
+def test_replicas_have_vllms_name_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(
+        "mini_infer.serving.server.run_server",
+        lambda starters, host, port, options: counts.append(len(starters.each)),
+    )
+    assert main(["serve", "--dry-run", "--port", "0", name, "3"]) == 0
+    gc.unfreeze()
+    assert counts == [3]
 
 
 @pytest.mark.parametrize(("arguments", "keys"), [([], ("a", "d")), (["--api-key", "x"], ("x",))])

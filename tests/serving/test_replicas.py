@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -40,7 +41,7 @@ def metric(running: Server, name: str) -> list[float]:
 
 
 def test_a_killed_replica_ends_what_it_had_begun_and_others_take_the_rest() -> None:
-    with server(*TWO) as running, ThreadPoolExecutor(1) as pool:
+    with server(*TWO, stderr=subprocess.PIPE) as running, ThreadPoolExecutor(1) as pool:
         expected = running.chat(max_tokens=30, temperature=0).json()["choices"]
         first, second = engines_of(running)
         with running.stream() as one, running.stream(max_tokens=100) as other:
@@ -69,6 +70,12 @@ def test_a_killed_replica_ends_what_it_had_begun_and_others_take_the_rest() -> N
         assert running.client.post("/reset_prefix_cache").status_code == 200
         assert running.end() == 0
         assert not any(map(is_alive, engines))
+        assert running.process.stderr is not None
+        log = running.process.stderr.read().splitlines()
+    assert log == [
+        "replica 1 was killed by SIGKILL; what it had begun ended with an error",
+        "replica 1 runs again, with an empty cache",
+    ]
 
 
 def test_while_no_replica_runs_health_says_so() -> None:
