@@ -29,6 +29,11 @@ def gpu_kernels() -> ModuleType | None:
     return triton
 
 
+def runs_kernels(tensor: Tensor) -> bool:
+    """Do operations on ``tensor`` run as kernels of ``gpu_kernels``?"""
+    return tensor.is_cuda and gpu_kernels() is not None
+
+
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     """See ``reference.embedding``."""
     if table.is_cuda and (kernels := gpu_kernels()):

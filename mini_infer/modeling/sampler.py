@@ -23,6 +23,7 @@ from mini_infer.modeling.sampling_state import (
     SamplingState,
     Stage,
 )
+from mini_infer.modeling.token_logprobs import TokenLogprobTensors, token_logprobs
 from mini_infer.modeling.upload import to_device
 
 FEW_CANDIDATES = 256
@@ -38,20 +39,6 @@ EDITED_LOGITS = 2**24
 LOGITS_PER_PAST_TOKEN = 5
 """Penalties take as much memory for a token of a row's past as for so many logits: without a bound
 on both, long contexts would exceed what a profile with short ones found."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobTensors:
-    """Log-probabilities of R tokens and of the K likeliest at the same places.
-
-    ``ranks`` is 1 for the likeliest token. Where ``K`` exceeds what a row asked for, the reader
-    trims; rows that asked for none hold zeros.
-    """
-
-    logprobs: Tensor  # [R] float32
-    ranks: Tensor  # [R] int64
-    top_token_ids: Tensor  # [R, K] int64, likeliest first
-    top_logprobs: Tensor  # [R, K] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,34 +86,13 @@ def draw(
     )
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobTensors:
-    """Log-probabilities of ``token_ids [R]`` under raw ``logits [R, V]``, with the ``num_top``
-    likeliest beside them. For a prompt's, ``token_ids`` are the tokens that its rows predict."""
-    token_ids, num_top = token_ids.long(), min(num_top, logits.shape[-1])
-    if _runs_kernels(logits):
-        from mini_infer.kernels.triton.logprobs import token_logprobs as on_gpu
-
-        return TokenLogprobTensors(*on_gpu(logits, token_ids, num_top))
-    logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids[:, None])
-    top_ids = token_ids.new_empty(len(token_ids), 0)
-    if num_top:
-        top_ids = sampling.top_tokens(logprobs, num_top)
-    ranks = (logprobs > chosen).sum(-1) + 1
-    return TokenLogprobTensors(chosen[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
-
-
 def mask_(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
     """See ``sampling.mask_``."""
-    if _runs_kernels(logits):
+    if ops.runs_kernels(logits):
         from mini_infer.kernels.triton.token_masks import mask_ as on_gpu
 
         return on_gpu(logits, rows, masks)
     return sampling.mask_(logits, rows, masks)
-
-
-def _runs_kernels(logits: Tensor) -> bool:
-    return logits.is_cuda and ops.gpu_kernels() is not None
 
 
 def _concatenated(parts: list[SampleResult]) -> SampleResult:
@@ -177,7 +143,7 @@ class Sampler:
         """
         slots, num_tokens = np.asarray(slots), np.asarray(num_tokens)
         num_top = int(state.num_logprobs[slots].max())
-        if not _runs_kernels(logits):
+        if not ops.runs_kernels(logits):
             logits = logits.float()
         fewest = num_tokens if uncertain is None else uncertain.fewest
         stages = state.active_stages(slots, fewest)
@@ -197,7 +163,7 @@ class Sampler:
     ) -> Tensor:
         """Draws as the sampler would, but for edits: ``[R]`` ids of what will probably be sampled
         where ``num_tokens`` stand. All arguments are on the device, as for ``draw``."""
-        if _runs_kernels(logits):
+        if ops.runs_kernels(logits):
             return draw(logits, slots, num_tokens, state)
         rows = slots.cpu().numpy(), num_tokens.cpu().numpy()
         stages = state.active_stages(*rows)
@@ -271,7 +237,7 @@ class Sampler:
         return sampling.ban_(logits, state.ban_ids[slots], active)
 
     def _draw(self, batch: "_Batch", logits: Tensor) -> Tensor:
-        if _runs_kernels(logits):
+        if ops.runs_kernels(logits):
             return draw(logits, batch.device_slots, batch.device_num_tokens, batch.state)
         # Greedy, plain random and truncated rows go three ways and meet again.
         ways = (

@@ -12,7 +12,8 @@ from mini_infer.core.errors import EngineDeadError
 from mini_infer.core.outputs import StepOutput, TokenLogprobs
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.modeling.device_state import DeviceState
-from mini_infer.modeling.sampler import SampleResult, TokenLogprobTensors, token_logprobs
+from mini_infer.modeling.sampler import SampleResult
+from mini_infer.modeling.token_logprobs import TokenLogprobTensors, token_logprobs
 
 ROWS_AT_ONCE = 128
 """Rows of logits that prompt log-probabilities hold at a time: bounds memory, not speed."""

@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.kernels import sampling
+from mini_infer.kernels import ops, sampling
 from mini_infer.kernels.triton.noise import divide
-from mini_infer.modeling import sampler as sampler_module
-from mini_infer.modeling.sampler import Sampler, draw, token_logprobs
+from mini_infer.modeling.sampler import Sampler, draw
 from mini_infer.modeling.sampling_state import SamplingState
+from mini_infer.modeling.token_logprobs import token_logprobs
 from tests.modeling.sampler_oracle import admit
 
 DEVICE = torch.device("cuda")
@@ -57,7 +57,7 @@ def torch_drawn(logits: Tensor, state: SamplingState) -> Tensor:
     num_rows = len(logits)
     table = torch.zeros(num_rows, 20, dtype=torch.int32, device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "_runs_kernels", lambda logits: False)
+        patch.setattr(ops, "runs_kernels", lambda logits: False)
         return Sampler()(logits, range(num_rows), [POSITION] * num_rows, table, state).token_ids
 
 

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from mini_infer.core.batch import Admission
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.kernels import ops
 from mini_infer.kernels import sampling as reference
 from mini_infer.modeling import sampler as sampler_module
-from mini_infer.modeling.sampler import Sampler, token_logprobs
+from mini_infer.modeling.sampler import Sampler
 from mini_infer.modeling.sampling_state import SamplingState
+from mini_infer.modeling.token_logprobs import token_logprobs
 from tests.kernels.triton_device import DEVICE
 from tests.modeling.sampler_oracle import admit
 
@@ -75,7 +77,7 @@ def torch_draw(logits: Tensor, state: SamplingState, positions: list[int] | None
     num_rows = len(logits)
     table = torch.zeros(num_rows, 20, dtype=torch.int32, device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "_runs_kernels", lambda logits: False)
+        patch.setattr(ops, "runs_kernels", lambda logits: False)
         num_tokens = positions or [POSITION] * num_rows
         return Sampler()(logits, range(num_rows), num_tokens, table, state).token_ids
 
@@ -241,7 +243,7 @@ def test_log_probabilities(num_top: int, listed: int, monkeypatch: pytest.Monkey
     logits = random_logits(4, 2, True)
     token_ids = torch.tensor([0, 70, 5, 9], device=DEVICE)
     expected = token_logprobs(logits, token_ids, num_top)
-    monkeypatch.setattr(sampler_module, "_runs_kernels", lambda logits: True)
+    monkeypatch.setattr(ops, "runs_kernels", lambda logits: True)
     result = token_logprobs(logits, token_ids, num_top)
     torch.testing.assert_close(result.logprobs, expected.logprobs)
     torch.testing.assert_close(result.top_logprobs, expected.top_logprobs)
@@ -264,7 +266,7 @@ def test_the_sampler_edits_in_torch_and_runs_kernels(monkeypatch: pytest.MonkeyP
     state = admitted(rows)
     logits = random_logits(len(rows), 9, False)
     expected = torch_draw(logits, state)
-    monkeypatch.setattr(sampler_module, "_runs_kernels", lambda logits: True)
+    monkeypatch.setattr(ops, "runs_kernels", lambda logits: True)
     table = torch.zeros(len(rows), 20, dtype=torch.int32, device=DEVICE)
     result = Sampler()(logits, range(len(rows)), [POSITION] * len(rows), table, state)
     assert result.token_ids.tolist() == expected.tolist()

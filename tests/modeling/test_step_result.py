@@ -10,8 +10,8 @@ from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.modeling.load import load_model
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
-from mini_infer.modeling.sampler import token_logprobs
 from mini_infer.modeling.step_result import ROWS_AT_ONCE, LocalStep, read_logprobs
+from mini_infer.modeling.token_logprobs import token_logprobs
 from tests.modeling.driver import PagedDriver
 from tests.runtime.engine_tools import run
 from tests.runtime.fake_executor import make_config

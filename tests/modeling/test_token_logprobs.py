@@ -5,7 +5,7 @@ import torch
 
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.kernels import sampling
-from mini_infer.modeling.sampler import token_logprobs
+from mini_infer.modeling.token_logprobs import token_logprobs
 from tests.modeling.sampler_oracle import admit, sample
 
 LOGITS = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 3
