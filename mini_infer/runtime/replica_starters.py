@@ -80,17 +80,21 @@ def replica_environment(options: Mapping[str, Any], index: int, num: int) -> dic
     per_replica *= int(options.get("pipeline_parallel_size") or 1)
     wanted = range(index * per_replica, (index + 1) * per_replica)
     visible = os.environ.get(VISIBLE_DEVICES)
-    if visible is None:
-        environment[VISIBLE_DEVICES] = ",".join(map(str, wanted))
-    elif visible and not (options.get("dry_run") or options.get("device") == "cpu"):
-        devices = visible.split(",")
-        if len(devices) < num * per_replica:
-            raise InvalidConfigError(
-                f"{num} replicas take {num * per_replica} GPUs, and {VISIBLE_DEVICES} names "
-                f"{len(devices)}: give fewer replicas, or device 'cpu'"
-            )
+    devices = _gpus() if visible is None else [name for name in visible.split(",") if name]
+    on_gpus = bool(devices) and options.get("device") != "cpu" and not options.get("dry_run")
+    if on_gpus and len(devices) < num * per_replica:
+        raise InvalidConfigError(
+            f"{num} replicas take {num * per_replica} GPUs, and there are {len(devices)}: give "
+            f"fewer replicas, or device 'cpu'"
+        )
+    if on_gpus:
         environment[VISIBLE_DEVICES] = ",".join(devices[number] for number in wanted)
     return environment
+
+
+def _gpus() -> list[str]:
+    """Numbers of NVIDIA's devices, without a library that would take seconds to import."""
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def _num_cores() -> int:

@@ -310,6 +310,9 @@ def test_each_replica_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("mini_infer.runtime.replica_starters._num_cores", lambda: 8)
     assert replica_environment({}, 0, 1) == {}
+    assert replica_environment({"device": "cpu"}, 2, 3) == {"OMP_NUM_THREADS": "2"}
+    four = [str(number) for number in range(4)]
+    monkeypatch.setattr("mini_infer.runtime.replica_starters._gpus", lambda: four)
     assert replica_environment({}, 2, 3) == {"CUDA_VISIBLE_DEVICES": "2", "OMP_NUM_THREADS": "2"}
     two_each = {"tensor_parallel_size": 2}
     assert replica_environment(two_each, 1, 2)["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -319,8 +322,9 @@ def test_each_replica_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         "CUDA_VISIBLE_DEVICES": "GPU-a,1",
         "OMP_NUM_THREADS": "5",
     }
-    with pytest.raises(InvalidConfigError, match="3 replicas take 6 GPUs, and CUDA_VISIBLE_DEVICE"):
+    with pytest.raises(InvalidConfigError, match="3 replicas take 6 GPUs, and there are 4: give"):
         ReplicaStarters(two_each, 3)
     assert len(ReplicaStarters({"dry_run": True}, 5).each) == 5
+    assert len(ReplicaStarters({"device": "cpu"}, 5).each) == 5
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "CUDA_VISIBLE_DEVICES" not in replica_environment({}, 1, 2)
