@@ -242,7 +242,8 @@ class RankProcesses:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver's call may hold it
+                process.wait(STOP_SECONDS)
             assert process.stdin is not None
             process.stdin.close()
         for socket in (self._inbox, *self._outboxes):
