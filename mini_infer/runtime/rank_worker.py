@@ -50,7 +50,7 @@ LAST_WORDS_MS = 500
 INBOX, OUTBOX = "rank-{}", "engine"
 """Names of the sockets in the folder: one for each rank's orders, one for all that they tell."""
 BEATS = "beats"
-ALONE = "a step before it failed"
+REFUSED = "a step before it failed"
 
 
 def main() -> None:
@@ -182,7 +182,7 @@ class RankWorker:
 
     def _step(self, order: Run | Sample) -> None:
         if order.epoch == self._failed_epoch:
-            self._link.send(StepFailed(self._rank, order.number, Failure("StepError", ALONE)))
+            self._link.send(StepFailed(self._rank, order.number, Failure("StepError", REFUSED)))
             return
         try:
             self._launch(order)

@@ -82,6 +82,7 @@ class RankThreads:
             runner.load()
         num_blocks = min(runner.profile_num_blocks() for runner in self.runners)
         self._all(lambda runner: runner.init_cache(num_blocks))
+        self._all(lambda runner: runner.capture_graphs())
         return num_blocks
 
     def step_costs(self) -> StepCosts | None:

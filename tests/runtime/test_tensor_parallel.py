@@ -27,6 +27,7 @@ from mini_infer.modeling.proposers import draft_model
 from mini_infer.modeling.proposers.head import DraftHead
 from mini_infer.modeling.proposers.head_files import save_draft_head
 from mini_infer.runtime.engine import LLMEngine
+from tests.modeling.graphs_on_cpu import replay_graphs
 from tests.runtime.engine_tools import run
 from tests.runtime.fake_executor import TINY_MODEL, VOCAB_SIZE
 from tests.runtime.rank_threads import RankThreads, sharded_engine
@@ -208,6 +209,20 @@ def test_outputs_are_identical_at_every_point(
         depth=depth,
     )
     check(engine, name, order)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_replay_graphs(
+    method: str | None, depth: int, heads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = speculation(method, "llama", heads)
+    alone("llama")  # which has none
+    replay_graphs(monkeypatch)
+    engine = sharded_engine(
+        model_config=LLAMA, tensor_parallel_size=2, speculative_config=config, depth=depth
+    )
+    check(engine, "llama", range(len(PROMPTS)))
 
 
 def test_the_lattices_small_pool_does_preempt() -> None:
