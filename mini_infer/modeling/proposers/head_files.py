@@ -60,6 +60,7 @@ def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch
         "target": {name: getattr(model.config, name) for name in TARGET_FIELDS},
     }
     save_file(tensors, folder / SINGLE_FILE)
+    (folder / SINGLE_FILE).chmod(0o644)  # safetensors keeps it from all but its owner
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -220,6 +220,7 @@ def test_a_head_survives_its_folder(tmp_path: Path) -> None:
     model = target(TARGETS["qwen3"], plain=True)
     head = random_head(model, 2)
     save_draft_head(tmp_path / "new" / "folder", head, model, torch.bfloat16)
+    assert (tmp_path / "new" / "folder" / "model.safetensors").stat().st_mode & 0o777 == 0o644
     loaded = load_draft_head(tmp_path / "new" / "folder", model, torch.bfloat16)
     for name, value in head.state_dict().items():
         rounded = value.bfloat16() if value.is_floating_point() else value
