@@ -3,13 +3,11 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mini_infer.core.errors import (
     EngineDeadError,
-    InvalidConfigError,
     InvalidRequestError,
     MiniInferError,
     SlowReaderError,
@@ -22,13 +20,11 @@ from mini_infer.runtime.engine_restarts import Starter
 from mini_infer.runtime.input_processor import ProcessedRequest
 from mini_infer.runtime.output_processor import OutputProcessor
 from mini_infer.runtime.replica import Replica
+from mini_infer.runtime.replica_starters import common_config
 from mini_infer.runtime.routing.dispatcher import Dispatcher
 from mini_infer.runtime.routing.round_robin import RoundRobin
 from mini_infer.runtime.routing.router import Router
 from mini_infer.runtime.waiting_room import WaitingRoom
-
-if TYPE_CHECKING:
-    from mini_infer.core.engine_config import EngineConfig
 
 MAX_MOVES = 1
 """How often a request is given to another replica when its own died. One that was there at two
@@ -89,7 +85,9 @@ class ReplicaSet:
             )
             for index, host in enumerate(hosts)
         ]
-        self._dispatcher = Dispatcher(router or RoundRobin(), len(hosts), self.config.block_size)
+        if alone or router is None:  # one engine need not tell what it has cached
+            router = RoundRobin()
+        self._dispatcher = Dispatcher(router, len(hosts), self.config.block_size)
         if not alone:
             for index, of_engine in enumerate(events.engines):
                 observe = partial(self._dispatcher.observe, index)
@@ -305,19 +303,3 @@ def _choice_ids(request: ProcessedRequest) -> list[str]:
 def _give(request: ReadyRequest, replica: Replica) -> None:
     replica.choices.add(_choice_ids(request.processed))
     replica.send(request.packed)
-
-
-def common_config(configs: Sequence["EngineConfig"]) -> "EngineConfig":
-    """What all engines can promise: each found as much memory as there was for it.
-
-    Raises:
-        InvalidConfigError: they run on different kinds of devices.
-    """
-    first = configs[0]
-    if any(config.device != first.device for config in configs):
-        raise InvalidConfigError(
-            f"of {len(configs)} replicas only some found a GPU: ask for as many as there are GPUs, "
-            f"or for device 'cpu'"
-        )
-    blocks = [config.num_kv_blocks for config in configs if config.num_kv_blocks is not None]
-    return replace(first, num_kv_blocks=min(blocks)) if blocks else first

@@ -2,12 +2,16 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.runtime.engine_process import EngineProcess, EngineStarter
+
+if TYPE_CHECKING:
+    from mini_infer.core.engine_config import EngineConfig
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 NUM_THREADS = "OMP_NUM_THREADS"
@@ -48,7 +52,8 @@ class ReplicaStarters:
         return folder
 
     def start(self) -> list[EngineProcess]:
-        """Loaded engines; raises what ``EngineProcess.finish`` does, and then starts none."""
+        """Loaded engines; raises what ``EngineProcess.finish`` and ``common_config`` do, and then
+        starts none."""
         processes: list[EngineProcess] = []
         with contextlib.ExitStack() as stack:
             stack.callback(self.cancel)
@@ -56,6 +61,7 @@ class ReplicaStarters:
                 process = starter.start()
                 stack.callback(process.close)
                 processes.append(process)
+            common_config([process.config for process in processes])
             stack.pop_all()
         return processes
 
@@ -102,3 +108,19 @@ def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def common_config(configs: Sequence["EngineConfig"]) -> "EngineConfig":
+    """What all engines can promise: each found as much memory as there was for it.
+
+    Raises:
+        InvalidConfigError: they run on different kinds of devices.
+    """
+    first = configs[0]
+    if any(config.device != first.device for config in configs):
+        raise InvalidConfigError(
+            f"of {len(configs)} replicas only some found a GPU: ask for as many as there are GPUs, "
+            f"or for device 'cpu'"
+        )
+    blocks = [config.num_kv_blocks for config in configs if config.num_kv_blocks is not None]
+    return replace(first, num_kv_blocks=min(blocks)) if blocks else first

@@ -12,10 +12,13 @@ from mini_infer.core.errors import EngineDeadError, InvalidConfigError, RouterEr
 from mini_infer.core.events import (
     Admitted,
     Answered,
+    BlockEvicted,
+    BlocksCached,
     Event,
     Finished,
     Queued,
     Rerouted,
+    TokensEmitted,
 )
 from mini_infer.core.outputs import RequestUpdate
 from mini_infer.core.sampling_params import SamplingParams
@@ -25,8 +28,11 @@ from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.engine_client import ServerEvents
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.engine_messages import EVENT_KINDS, Listen
-from mini_infer.runtime.replica_set import common_config
-from mini_infer.runtime.replica_starters import ReplicaStarters, replica_environment
+from mini_infer.runtime.replica_starters import (
+    ReplicaStarters,
+    common_config,
+    replica_environment,
+)
 from mini_infer.runtime.routing.router import Candidate, RoutedRequest, load_router
 from tests.runtime.engine_host import ThreadHost
 from tests.runtime.test_async_engine import ENDLESS, SHORT, until
@@ -138,6 +144,18 @@ async def test_a_prompt_goes_where_its_beginning_is(opened: list[AsyncEngine]) -
     await engine.reset_prefix_cache()
     await outputs_of(engine, [LONG])
     assert sorted(map(len, events)) == [0, 0, 1, 3], "it is forgotten, and others had less to do"
+
+
+async def test_one_engine_tells_nothing_for_a_router(opened: list[AsyncEngine]) -> None:
+    starters = Starters()
+    engine = replicas_of(starters, opened, 1, router=load_router("prefix_aware"))
+    await outputs_of(engine, [LONG])
+    events = starters.engines[0].core.events
+    assert not any(events.wants(kind) for kind in (BlocksCached, BlockEvicted, TokensEmitted))
+    pair = replicas_of(starters, opened, 2, router=load_router("prefix_aware"))
+    await outputs_of(pair, [LONG, LONG])
+    events = starters.engines[-1].core.events
+    assert all(events.wants(kind) for kind in (BlocksCached, BlockEvicted, TokensEmitted))
 
 
 async def test_hanging_up_aborts_where_it_runs(opened: list[AsyncEngine]) -> None:
