@@ -1,6 +1,7 @@
 """Ranks as processes: the same tokens as one process, and faults that end in a clear error, within
 seconds, with nothing left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from mini_infer.runtime.mp_executor import MultiProcessExecutor
 from tests.runtime.engine_tools import generate, greedy, run
 from tests.runtime.fake_executor import make_config
 from tests.runtime.faulty_ranks import FATAL_TOKEN
+from tests.runtime.test_engine_process import process_of, running, text_of, until
 from tests.runtime.tiny_model import tiny_engine
 
 PROMPT = [5, 6, 7, 8]
@@ -152,3 +154,31 @@ def test_ranks_end_with_their_engine() -> None:
     assert not alive
     assert not Path(folder).exists()
     assert time.monotonic() < deadline
+
+
+async def test_a_server_gets_another_engine_when_a_rank_is_killed(tmp_path: Path) -> None:
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    config = {"architectures": ["LlamaForCausalLM"], **shape, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {
+        "model": str(tmp_path),
+        "load_format": "dummy",
+        "device": "cpu",
+        "tensor_parallel_size": 2,
+        "kv_cache_memory": 2**20,
+        "max_model_len": 256,
+    }
+    async with running(options) as engine:
+        expected = await text_of(engine, "Hello")
+        ranks = psutil.Process(process_of(engine).pid).children()
+        assert len(ranks) == 2
+        ranks[0].kill()
+        with pytest.raises(EngineDeadError):
+            await text_of(engine, "Hello")
+        await until(lambda: engine.healthy)
+        assert await text_of(engine, "Hello") == expected
+        assert not [rank for rank in ranks if rank.is_running()]
+        ranks = psutil.Process(process_of(engine).pid).children()
+    _, alive = psutil.wait_procs(ranks, timeout=LIMIT)
+    assert not alive
