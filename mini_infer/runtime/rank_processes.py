@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,7 +62,9 @@ class RankProcesses:
         self._reason: str | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromRank).decode
-        self._unsent: list[list[bytes]] = [[] for _ in range(size)]
+        self._unsent: deque[bytes] = deque()
+        self._num_told = 0
+        """Ranks that have the first of these."""
         self._beats = RankBeats(self._folder / BEATS, size)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbox = context.socket(zmq.PULL)
@@ -95,14 +98,21 @@ class RankProcesses:
             EngineDeadError: they have ended.
         """
         self._check_alive()
-        data = self._encode(message)
-        for unsent in self._unsent:
-            unsent.append(data)
-        # Where Ctrl-C falls between two ranks, the rest is sent with the next message.
-        for outbox, unsent in zip(self._outboxes, self._unsent, strict=True):
-            while unsent:
-                self._push(outbox, unsent[0])
-                del unsent[0]
+        self._unsent.append(self._encode(message))
+        try:
+            self._flush()
+        finally:  # also where Ctrl-C falls between two ranks, for one would wait for the other
+            if self._reason is None:
+                self._flush()
+
+    def _flush(self) -> None:
+        """One rank may be told twice, where it was interrupted, and ignores that."""
+        while self._unsent:
+            while self._num_told < self.size:
+                self._push(self._outboxes[self._num_told], self._unsent[0])
+                self._num_told += 1
+            self._num_told = 0
+            self._unsent.popleft()
 
     def receive(self, *, loading: bool = False, seconds: float | None = None) -> FromRank | None:
         """The next message of any rank; None after ``seconds`` without one.

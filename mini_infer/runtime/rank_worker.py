@@ -121,6 +121,7 @@ class RankWorker:
         self._runner: ModelRunner
         self._unsampled: MaskedStep | None = None
         self._failed_epoch = -1
+        self._last_run = self._last_sampled = -1
         self._launched: queue.SimpleQueue[tuple[int, LocalStep | MaskedStep]] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -180,7 +181,17 @@ class RankWorker:
             self._runner.init_cache(num_blocks)
             self._runner.capture_graphs()
 
+    def _is_repeated(self, order: Run | Sample) -> bool:
+        """An engine that is interrupted while it sends does not know how far it came."""
+        if isinstance(order, Run):
+            last, self._last_run = self._last_run, order.number
+        else:
+            last, self._last_sampled = self._last_sampled, order.number
+        return order.number <= last
+
     def _step(self, order: Run | Sample) -> None:
+        if self._is_repeated(order):
+            return
         if order.epoch == self._failed_epoch:
             self._link.send(StepFailed(self._rank, order.number, Failure("StepError", REFUSED)))
             return

@@ -2,9 +2,11 @@
 the lattice: engines come and go, the processes stay."""
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from mini_infer.runtime.byte_tokenizer import ByteTokenizer
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.executor import StepHandle
 from mini_infer.runtime.mp_executor import MultiProcessExecutor
+from mini_infer.runtime.rank_processes import RankProcesses
 from tests.runtime.engine_tools import run
 from tests.runtime.fake_executor import TINY_MODEL, make_config
 from tests.runtime.test_tensor_parallel import LLAMA, PARAMS, PROMPTS, alone, assert_same
@@ -80,6 +83,41 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MultiProcessExec
     yield ranks
     ranks.shutdown()
     assert not ranks.ranks.folder.exists()
+
+
+def test_ctrl_c_between_two_ranks(
+    ranks: MultiProcessExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are told of every step, some twice; so whoever asks next is served."""
+    config = replace(ranks._config, speculative_config=None)
+    push, places = RankProcesses._push, random.Random(0)
+    num_interrupted = 0
+
+    def interrupted(processes: RankProcesses, *message: Any) -> None:
+        place = places.random()
+        if place < 0.1:
+            raise KeyboardInterrupt
+        push(processes, *message)
+        if place > 0.9:
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        engine = LLMEngine(config, Lasting(ranks, NUM_BLOCKS), ByteTokenizer())
+        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            engine.add_request(str(index), prompt, params)
+        with monkeypatch.context() as patch:
+            patch.setattr(RankProcesses, "_push", interrupted)
+            for _ in range(10):
+                try:
+                    engine.step()
+                except KeyboardInterrupt:
+                    num_interrupted += 1
+    assert num_interrupted > 5
+    engine = LLMEngine(config, Lasting(ranks, NUM_BLOCKS), ByteTokenizer())
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(index), prompt, params)
+    for index, output in run(engine).items():
+        assert_same(output, alone("llama")[int(index)])
 
 
 @settings(max_examples=8, deadline=None)
