@@ -227,6 +227,8 @@ class DryRunExecutor:
             return (), ()
         slot = self._slots[chunk.slot]
         first = chunk.num_computed_tokens + chunk.num_new_tokens - chunk.num_drafts
+        if not chunk.start_known:  # steps run as they are submitted, so it is known here
+            first = len(slot.token_ids)
         for index in range(chunk.num_drafts + 1):
             token_id, entries = self._sample(slot, first + index, masks[index] if masks else None)
             token_ids.append(token_id)
