@@ -73,7 +73,8 @@ class _Writes:
 
 class DeviceState:
     """Per-slot tables: ``token_table [slots + 1, max_model_len]``, ``block_table
-    [slots + 1, max_blocks]`` and the sampler's columns.
+    [slots + 1, max_blocks]`` and the sampler's columns. The first two have room for
+    ``max_drafts_ahead`` tokens more.
 
     The last slot is nobody's: a CUDA graph's surplus rows own it. Its blocks are ``null_block``.
     """
