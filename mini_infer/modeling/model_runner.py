@@ -79,6 +79,7 @@ class ModelRunner:
         further block for surplus rows where there are CUDA graphs."""
         config, layout = self.config, self.model.kv_layout
         surplus = int(self.has_graphs or config.speculates_on_device)
+        self.proposer = self._speculative = None  # a profile's would stay beside the new one
         self.caches = allocate_kv_cache(config, layout, num_blocks + surplus, self.dtype)
         if surplus:
             self.state.set_null_block(num_blocks)

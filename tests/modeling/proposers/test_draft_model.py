@@ -6,6 +6,7 @@ those of the tokens before: so every draft must be accepted.
 
 import functools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from mini_infer.core.model_config import ModelConfig
 from mini_infer.core.outputs import RequestOutput
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.modeling import model_runner
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.kernel_warm_up import SMALL_STEPS, rehearse
 from mini_infer.modeling.model_files import ModelFiles, locate_model
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.proposers import draft_model
 from mini_infer.modeling.proposers.draft_model import DraftModelProposer, load_draft_model
+from mini_infer.modeling.proposers.load import load_device_proposer
 from mini_infer.modeling.proposers.proposer import DraftRows
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.llm import LLM
@@ -275,6 +278,26 @@ def test_prompts_that_it_follows_are_rehearsed(monkeypatch: pytest.MonkeyPatch) 
     with torch.inference_mode():
         rehearse(runner)
     assert followed > {*SMALL_STEPS, (64,)}  # the largest step's, and passes of one token and two
+
+
+def test_a_profiles_proposer_is_gone_before_the_next_takes_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head's weights would be there twice, in memory that the profile gave to the cache."""
+    nothing = ModelFiles(Path("unused"), Path("unused"))
+    runner = ModelRunner(make_config(speculative_config=drafting()), nothing)
+    runner.load()
+    runner.init_cache(1)
+    profiled = weakref.ref(runner.proposer)
+    load = load_device_proposer
+
+    def load_alone(*target: Any) -> Any:
+        assert profiled() is None
+        return load(*target)
+
+    monkeypatch.setattr(model_runner, "load_device_proposer", load_alone)
+    runner.init_cache(8)
+    assert runner.proposer is not None
 
 
 def test_it_drafts_up_to_the_end_of_the_context() -> None:
