@@ -22,7 +22,7 @@ class SpeculativeConfig:
     leaves out.
 
     Raises:
-        InvalidConfigError: a value out of range, or one that its method does not know.
+        InvalidConfigError: a value out of range.
     """
 
     method: str
