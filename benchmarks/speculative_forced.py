@@ -45,7 +45,7 @@ from torch import Tensor
 
 from mini_infer import SamplingParams
 from mini_infer.core.json_file import read_json_object
-from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS
+from mini_infer.core.speculative_config import MAX_DRAFTS, MAX_SPECULATING_ROWS
 from mini_infer.kernels import ops
 from mini_infer.modeling.model_files import locate_model
 from mini_infer.runtime.speculation.controller import DraftController
@@ -145,10 +145,10 @@ def drafting(count: int) -> Iterator[None]:
     """Device proposers propose so many drafts at each step within it, whatever pays."""
     chosen = DraftController.num_drafts
 
-    def fixed(controller: DraftController, num_rows: int) -> int:
-        return count if 1 <= num_rows <= MAX_SPECULATING_ROWS else 0
+    def fixed(self: DraftController, num_rows: int, most: int = MAX_DRAFTS) -> int:
+        return min(count, most) if 1 <= num_rows <= MAX_SPECULATING_ROWS else 0
 
-    DraftController.num_drafts = fixed  # type: ignore[assignment, method-assign]
+    DraftController.num_drafts = fixed  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -62,7 +62,9 @@ CASES: list[tuple[list[int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("tokens", "params"), CASES)
 @pytest.mark.parametrize("size", range(2, 7))
-def test_regression_09_known_faults_in_any_split(tokens: list[int], params: dict[str, Any], size: int) -> None:
+def test_regression_09_known_faults_in_any_split(
+    tokens: list[int], params: dict[str, Any], size: int
+) -> None:
     params = {"logprobs": 1, **params}
     assert run(tokens, [size], params)[0].output == run(tokens, [1], params)[0].output
 
