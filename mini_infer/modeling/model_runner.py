@@ -5,13 +5,12 @@ from contextlib import suppress
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.kernels import ops
 from mini_infer.modeling.attention import KVCache
-from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState, StepInputs
 from mini_infer.modeling.kv_memory import allocate_kv_cache, num_blocks_that_fit
 from mini_infer.modeling.layers import activation_dtype
@@ -20,8 +19,7 @@ from mini_infer.modeling.memory_profile import num_blocks_beside_steps
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.profiling import step_range
 from mini_infer.modeling.proposers.agreed import agreed
-from mini_infer.modeling.proposers.draft_model import load_draft_model
-from mini_infer.modeling.proposers.load import load_device_proposer
+from mini_infer.modeling.proposers.load import load_device_proposer, load_draft
 from mini_infer.modeling.proposers.proposer import DeviceProposer, FollowingProposer
 from mini_infer.modeling.sampler import Sampler, SampleResult, mask_
 from mini_infer.modeling.speculative_step import SpeculativeSteps, StepRows, first_samples
@@ -55,16 +53,14 @@ class ModelRunner:
         self._files = files
         self._sampler = Sampler()
         self.graphs: StepGraphs | None = None
-        self._draft_model: CausalLM | None = None
+        self._draft: nn.Module | None = None
         self.proposer: DeviceProposer | None = None
         self._speculative: SpeculativeSteps | None = None
 
     def load(self) -> None:
-        """Builds the model, a draft model if there is one, and their weights on the device."""
-        speculation = self.config.speculative_config
+        """Builds the model, what drafts for it if that has weights, and these on the device."""
         self.model = load_model(self.config, self._files, self.group)
-        if speculation is not None and speculation.method == "draft_model":
-            self._draft_model = load_draft_model(self.config)
+        self._draft = load_draft(self.config, self.model)
         self.state = DeviceState(self.config, self.device)
         self.dtype = activation_dtype(self.model.embed_tokens.weight)
 
@@ -85,7 +81,7 @@ class ModelRunner:
             self.state.set_null_block(num_blocks)
         if config.speculates_on_device:
             target = config, self.model, self.caches, self.state
-            self.proposer = agreed(load_device_proposer(*target, self._draft_model), self.group)
+            self.proposer = agreed(load_device_proposer(*target, self._draft), self.group)
         if config.speculative_config is not None:
             self._speculative = SpeculativeSteps(config, self.state, self._sampler, self.proposer)
 
@@ -180,7 +176,7 @@ class ModelRunner:
                 torch.cuda.synchronize()
         self.graphs = None
         self.caches = []
-        self._draft_model = self.proposer = self._speculative = None
+        self._draft = self.proposer = self._speculative = None
         self.__dict__.pop("model", None)
 
     @property

@@ -1,40 +1,32 @@
 """Drafts from a trained head, on the device."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mini_infer.core.engine_config import EngineConfig
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState
 from mini_infer.modeling.proposers.draft_inputs import draft_metadata
-from mini_infer.modeling.proposers.head_files import load_draft_head
+from mini_infer.modeling.proposers.head import DraftHead
 from mini_infer.modeling.proposers.proposer import DraftRows
 from mini_infer.modeling.sampler import Sampler
 
 
 class HeadProposer:
-    """Drafts with the head in the folder ``config.speculative_config.model``."""
+    """Drafts with ``head``, over the target ``model`` and its caches."""
 
     def __init__(
         self,
-        config: EngineConfig,
+        head: DraftHead,
         model: CausalLM,
         caches: Sequence[KVCache],
         state: DeviceState,
     ) -> None:
-        """Raises what ``load_draft_head`` does."""
-        speculation = config.speculative_config
-        assert speculation is not None
-        assert speculation.model is not None, "the resolver asks for it"
-        folder = Path(speculation.model).expanduser()
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        self._head = load_draft_head(folder, model, dtype)
+        self._head = head
         self._model, self._state = model, state
-        self._caches = caches[-len(self._head.layers) :]
+        self._caches = caches[-len(head.layers) :]
         self._sampler = Sampler()
 
     def propose(self, rows: DraftRows, num_drafts: int) -> Tensor:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
 
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import InvalidConfigError, MiniInferError
@@ -13,7 +17,30 @@ from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState
 
 if TYPE_CHECKING:
+    from mini_infer.modeling.proposers.head import DraftHead
     from mini_infer.modeling.proposers.proposer import DeviceProposer
+
+
+def load_draft(config: EngineConfig, model: CausalLM) -> nn.Module | None:
+    """What makes drafts with weights of its own, a draft model or a head; None where nothing does.
+
+    Loaded before the memory for caches is known, once for all proposers that a start-up builds.
+
+    Raises:
+        MiniInferError: they are not there, do not fit the target, or the memory.
+    """
+    speculation = config.speculative_config
+    if speculation is None or speculation.method not in ("draft_model", "head"):
+        return None
+    if speculation.method == "draft_model":
+        from mini_infer.modeling.proposers.draft_model import load_draft_model
+
+        return load_draft_model(config)
+    assert speculation.model is not None, "the resolver asks for it"
+    from mini_infer.modeling.proposers.head_files import load_draft_head
+
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return load_draft_head(Path(speculation.model).expanduser(), model, dtype)
 
 
 def load_device_proposer(
@@ -21,12 +48,11 @@ def load_device_proposer(
     model: CausalLM,
     caches: Sequence[KVCache],
     state: DeviceState,
-    draft_model: CausalLM | None,
+    draft: nn.Module | None,
 ) -> DeviceProposer:
     """The proposer of ``config.speculative_config``, over the target model and its caches.
 
-    ``draft_model`` is there for the method of that name: its weights are loaded before the memory
-    for caches is known.
+    ``draft`` is what ``load_draft`` gave.
 
     Raises:
         InvalidConfigError: a user's class can't be built.
@@ -39,14 +65,14 @@ def load_device_proposer(
         from mini_infer.modeling.proposers.early_exit import EarlyExitProposer
 
         return EarlyExitProposer(*target)
-    if method == "head":
-        from mini_infer.modeling.proposers.head_proposer import HeadProposer
-
-        return HeadProposer(*target)
-    if draft_model is not None:
+    if isinstance(draft, CausalLM):
         from mini_infer.modeling.proposers.draft_model import DraftModelProposer
 
-        return DraftModelProposer(config, draft_model, len(caches[0][0]), state)
+        return DraftModelProposer(config, draft, len(caches[0][0]), state)
+    if draft is not None:
+        from mini_infer.modeling.proposers.head_proposer import HeadProposer
+
+        return HeadProposer(cast("DraftHead", draft), model, caches, state)
     module, _, name = method.partition(":")
     try:
         proposer = getattr(importlib.import_module(module), name)(*target)

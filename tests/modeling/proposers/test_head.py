@@ -118,7 +118,8 @@ def propose(
     state.sampling.admit(batch.admissions)
     rows = torch.arange(len(starts))
     positions = torch.tensor(starts)
-    proposer = HeadProposer(config, model, caches, state)
+    head = load_draft_head(folder, model, torch.float32)
+    proposer = HeadProposer(head, model, caches, state)
     return proposer.propose(
         DraftRows(
             slots=2 - rows,
