@@ -99,4 +99,4 @@ def test_scripts_are_the_command_line() -> None:
         "mini-infer": "mini_infer.cli.main:main",
         "mini-infer-serve": "mini_infer.cli.main:serve_main",
     }
-    assert {"serve", "chat", "generate", "bench", "pull", "train-draft"} == set(COMMANDS)
+    assert {"serve", "chat", "generate", "bench", "pull", "train-draft", "doctor"} == set(COMMANDS)

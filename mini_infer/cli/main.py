@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "mini_infer.cli.bench",
     "pull": "mini_infer.cli.pull",
     "train-draft": "mini_infer.cli.train_draft",
+    "doctor": "mini_infer.cli.doctor.command",
 }
 INTERRUPTED = 130
 

@@ -18,12 +18,15 @@ FILE_PATTERNS = (
     "*.safetensors",
 )
 """What mini-infer reads. No pickles, no other framework's weights, no code."""
+CONFIG_PATTERNS = ("config.json", "generation_config.json", "tokenizer.json")
+"""What there is to know of a model before its weights are fetched."""
 IGNORED_PATTERNS = ("*/*.safetensors", "consolidated*")
 """Weights of subfolders, and Mistral's second copy under other names."""
 
 
-def fetch_hub_model(repo_id: str) -> Path:
-    """The local snapshot of ``org/name``: a complete one in the Hub's cache, else a download.
+def fetch_hub_model(repo_id: str, config_only: bool = False) -> Path:
+    """The local snapshot of ``org/name``: a complete one in the Hub's cache, else a download; with
+    ``config_only`` one that need not hold weights.
 
     Raises:
         ModelNotFoundError: no such repository, no access to it, no network, or offline mode.
@@ -46,12 +49,12 @@ def fetch_hub_model(repo_id: str) -> Path:
     download = partial(
         snapshot_download,
         repo_id,
-        allow_patterns=list(FILE_PATTERNS),
+        allow_patterns=list(CONFIG_PATTERNS if config_only else FILE_PATTERNS),
         ignore_patterns=list(IGNORED_PATTERNS),
     )
     try:
         folder = Path(download(local_files_only=True))
-        if is_complete(folder):
+        if (folder / "config.json").is_file() if config_only else is_complete(folder):
             return folder
     except HFValidationError:
         raise ModelNotFoundError(f"{repo_id!r} is no valid hub id") from None

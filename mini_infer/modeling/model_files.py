@@ -29,8 +29,9 @@ class ModelFiles:
     """The same folder, for safetensors; or the ``.gguf`` file."""
 
 
-def locate_model(model: str) -> ModelFiles:
-    """Finds a model, fetching an alias or a hub id the first time.
+def locate_model(model: str, config_only: bool = False) -> ModelFiles:
+    """Finds a model, fetching an alias or a hub id the first time; with ``config_only`` no weights
+    are fetched, and so no alias.
 
     A path that exists wins over an alias or a hub id of the same name. For a ``.gguf`` file a
     folder with configuration and tokenizer is written to the cache; its weights stay where they
@@ -49,9 +50,11 @@ def locate_model(model: str) -> ModelFiles:
     if path.is_file():
         return _gguf_file(path)
     if model in ALIASES:
-        folder = pull_alias(model)
+        folder = cache_folder() / CACHE_FORMAT / model if config_only else pull_alias(model)
+        if not folder.exists():
+            raise ModelNotFoundError(f"{model} is not here yet: mini-infer pull {model} fetches it")
     elif HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
-        folder = fetch_hub_model(model)
+        folder = fetch_hub_model(model, config_only)
     else:
         raise ModelNotFoundError(
             f"no model {model!r}: give a folder in Hugging Face format, a .gguf file, a hub id "

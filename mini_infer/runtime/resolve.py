@@ -63,7 +63,7 @@ def resolve_core(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor]:
 
     files = locate_model(given["model"])
     model_config = load_model_config(files)
-    config = _resolve(given, model_config, files)
+    config = resolve_config(given, model_config, files)
     if config.distributed_executor_backend == "mp":
         from mini_infer.runtime.mp_executor import MultiProcessExecutor
 
@@ -175,7 +175,15 @@ def _dry_run_core(given: dict[str, Any]) -> tuple[EngineConfig, Executor]:
     return config, DryRunExecutor(config)
 
 
-def _resolve(given: dict[str, Any], model_config: ModelConfig, files: "ModelFiles") -> EngineConfig:
+def resolve_config(
+    given: dict[str, Any], model_config: ModelConfig, files: "ModelFiles"
+) -> EngineConfig:
+    """From what ``parse_options`` returned to the concrete engine of a model; fills in ``given``.
+
+    Raises:
+        InvalidConfigError: a value that can't work, with this model or on this machine.
+        ModelNotFoundError, UnsupportedModelError: a draft model can't be used.
+    """
     import torch
 
     has_gpu = torch.cuda.is_available()

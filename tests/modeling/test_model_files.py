@@ -116,6 +116,16 @@ def test_an_unknown_model_lists_what_is_accepted(model: str) -> None:
         locate_model(model)
 
 
+def test_a_configuration_alone_is_fetched_where_no_weights_are_wanted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = snapshot(monkeypatch, folder)
+    assert locate_model("org/name", config_only=True).folder == folder
+    assert not any("safetensors" in pattern for pattern in calls[0]["allow_patterns"])
+    with pytest.raises(ModelNotFoundError, match="mini-infer pull smollm2-135m fetches it"):
+        locate_model("smollm2-135m", config_only=True)
+
+
 def test_a_gguf_gets_a_light_folder_and_keeps_its_weights(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", tiny_model("qwen3"))
     files = locate_model(str(path))

@@ -17,7 +17,7 @@ from mini_infer.modeling.proposers.head import DraftHead
 from mini_infer.modeling.safetensors_source import SINGLE_FILE, SafetensorsSource
 from mini_infer.modeling.sharded_source import ShardedSource
 from mini_infer.modeling.sharding import add_up_products, shard_of
-from mini_infer.modeling.weights import WeightSource, checkpoint_places
+from mini_infer.modeling.weights import WeightSource, checkpoint_places, empty_model
 
 CONFIG_FILE = "config.json"
 KIND = "MiniInferDraftHead"
@@ -103,6 +103,20 @@ def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftH
         if isinstance(module, Layer):
             module.finish_loading()
     return head.eval()
+
+
+def head_bytes(folder: Path, target: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the weights of the whole head in ``folder``, from its ``config.json`` alone.
+
+    Raises:
+        ModelNotFoundError, InvalidConfigError, WeightsError, UnsupportedModelError: see
+            ``load_draft_head``.
+    """
+    num_layers, num_tokens = _check_config(folder, target)
+    model = empty_model(target, dtype, "meta", max_model_len=1)
+    with torch.device("meta"):
+        head = DraftHead(model, num_tokens, num_layers).to(dtype)
+    return sum(place.nbytes for place in checkpoint_places(head).values()) + head.token_ids.nbytes
 
 
 def _check_config(folder: Path, target: ModelConfig) -> tuple[int, int]:

@@ -1,0 +1,1 @@
+"""``mini-infer doctor``: what is here, what works, and what of a model would fit."""
