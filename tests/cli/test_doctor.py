@@ -186,6 +186,22 @@ def test_links_of_four_gpus() -> None:
     assert parse_links(table) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}
 
 
+def test_links_are_of_the_gpus_that_torch_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'GPU0\\t X \\tNV6\\nGPU1\\tNV6\\t X \\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine.links() == {(0, 1): "NV6"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    assert machine.links() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    tool.unlink()
+    assert machine.links() is None
+
+
 @pytest.mark.parametrize(
     ("program", "error"),
     [

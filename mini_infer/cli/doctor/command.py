@@ -67,7 +67,7 @@ def gpus(found: Answer) -> Iterator[Finding]:
         built = f"built for CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
         yield Finding("Devices", "GPUs", f"none (torch is {built})")
         return
-    yield Finding("Devices", "CUDA", f"{found['cuda']}, NCCL {found['nccl']}")
+    yield Finding("Devices", "CUDA", f"{found['cuda']}, NCCL {found.get('nccl', 'missing')}")
     for gpu in found["gpus"]:
         name = f"GPU {gpu['index']}"
         if gpu["error"]:

@@ -121,7 +121,9 @@ def _open_files() -> int | None:
 
 def links() -> dict[tuple[int, int], str] | None:
     """How each two GPUs are connected, as ``nvidia-smi topo -m`` says it (NV18: 18 NVLinks); None
-    where it can't be asked."""
+    where it can't be asked, or counts GPUs that torch is not shown."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return None
     try:
         done = subprocess.run(
             ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=TOPOLOGY_SECONDS

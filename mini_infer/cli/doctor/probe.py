@@ -59,7 +59,8 @@ def devices() -> Answer:
     answer: Answer = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
     if not torch.cuda.is_available():
         return answer
-    answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if torch.distributed.is_nccl_available():
+        answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     count = torch.cuda.device_count()
     answer["gpus"] = [_gpu(index) for index in range(count)]
     answer["peers"] = [
