@@ -211,6 +211,14 @@ class Tally:
         if metrics.drafts is not None:
             add_counts(self.drafts, metrics.drafts)
 
+    def include(self, other: "Tally") -> None:
+        """Takes in another's requests."""
+        self.seconds += other.seconds
+        self.num_tokens += other.num_tokens
+        self.decode_seconds += other.decode_seconds
+        self.num_decoded += other.num_decoded
+        add_counts(self.drafts, other.drafts)
+
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds

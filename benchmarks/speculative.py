@@ -15,7 +15,6 @@ from speculation import (
     PLAIN,
     Conversation,
     Tally,
-    add_counts,
     add_methods,
     add_prompts,
     note_of_clock,
@@ -149,10 +148,7 @@ def _fill(
     for name in names:
         total = Tally()
         for row in rows:
-            one = tallies[name, row]
-            for field in ("seconds", "num_tokens", "decode_seconds", "num_decoded"):
-                setattr(total, field, getattr(total, field) + getattr(one, field))
-            add_counts(total.drafts, one.drafts)
+            total.include(tallies[name, row])
         tallies[name, ALL] = total
     slowest: dict[str, float] = {}
     for row in [*rows, ALL]:

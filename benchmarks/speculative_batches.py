@@ -43,11 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--batches", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="requests"
     )
+    parser.add_argument(
+        "--requests", type=positive, default=16, help="of every batch size at least, in turns"
+    )
     parser.add_argument("--prompt-tokens", type=positive, default=128, help="a prompt's last ones")
     parser.add_argument("--output-tokens", type=positive, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve (SVG, PNG)")
-    arguments = parse(parser, argv, batches=[1, 2], prompt_tokens=8, output_tokens=8)
+    arguments = parse(parser, argv, batches=[1, 2], requests=2, prompt_tokens=8, output_tokens=8)
     if arguments.plot is not None:
         check_plot(arguments.plot)
     speculations = {
@@ -58,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for adaptive in (True, False)
     }
     most = max(arguments.batches)
+    num_prompts = max(most, arguments.requests)
     length = arguments.prompt_tokens + arguments.output_tokens
     report = Report("speculative_batches", "speed-up of drafts by batch size", {})
     runs: dict[tuple[str, int], list[Tally]] = defaultdict(list)
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments,
             {name: configs[name] for name in rotated(list(configs), sitting)},
             max_model_len=length + BLOCK_SIZE,
-            num_kv_blocks=most * (-(-length // BLOCK_SIZE) + 2) + 1,
+            num_kv_blocks=num_prompts * (-(-length // BLOCK_SIZE) + 2) + 1,
             max_num_seqs=most,
             block_size=BLOCK_SIZE,
         ) as engines:
@@ -78,18 +82,21 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cache="on, and warm: the same prompts were answered before",
                 prompt_tokens=arguments.prompt_tokens,
                 output_tokens=arguments.output_tokens,
+                requests=arguments.requests,
                 temperature=arguments.temperature,
                 most_drafts=arguments.num_drafts,
                 prompts="random tokens" if arguments.random_tokens else source_of(arguments),
             )
-            prompts = _prompts(arguments, engines[PLAIN], most)
+            prompts = _prompts(arguments, engines[PLAIN], num_prompts)
             for batch in arguments.batches:
                 for llm in engines.values():
-                    answer_all(llm, prompts[:batch], _params(arguments, batch, WARM_UP_TOKENS))
+                    _answer(llm, prompts, batch, arguments, WARM_UP_TOKENS)
                 for turn in range(times[1]):
                     for name in rotated(list(engines), sitting + turn):
-                        params = _params(arguments, batch, arguments.output_tokens)
-                        runs[name, batch].append(answer_all(engines[name], prompts[:batch], params))
+                        tally = _answer(
+                            engines[name], prompts, batch, arguments, arguments.output_tokens
+                        )
+                        runs[name, batch].append(tally)
     gains = _fill(report, arguments, list(speculations), runs)
     if arguments.plot is not None:
         title = f"{Path(arguments.model).name}, {report.setup['dtype']}"
@@ -97,14 +104,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.finish(arguments.output)
 
 
-def _params(arguments: argparse.Namespace, batch: int, num_tokens: int) -> list[SamplingParams]:
-    """Those of each request."""
-    return [
-        SamplingParams(
-            temperature=arguments.temperature, max_tokens=num_tokens, ignore_eos=True, seed=row
-        )
-        for row in range(batch)
-    ]
+def _answer(
+    llm: LLM,
+    prompts: list[list[int]],
+    batch: int,
+    arguments: argparse.Namespace,
+    num_tokens: int,
+) -> Tally:
+    """Answers batches of prompts one after another, until enough of them are answered."""
+    total = Tally()
+    for first in range(0, max(batch, arguments.requests), batch):
+        some = prompts[first : first + batch]
+        params = [
+            SamplingParams(
+                temperature=arguments.temperature,
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                seed=first + row,
+            )
+            for row in range(len(some))
+        ]
+        total.include(answer_all(llm, some, params))
+    return total
 
 
 def _prompts(arguments: argparse.Namespace, llm: LLM, count: int) -> list[list[int]]:
