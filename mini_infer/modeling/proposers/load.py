@@ -15,6 +15,7 @@ from mini_infer.core.errors import InvalidConfigError, MiniInferError
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.proposers.guarded import guarded
 
 if TYPE_CHECKING:
     from mini_infer.modeling.proposers.head import DraftHead
@@ -54,6 +55,8 @@ def load_device_proposer(
 
     ``draft`` is what ``load_draft`` gave.
 
+    A user's own raises ``ProposerError`` where it does not propose.
+
     Raises:
         InvalidConfigError: a user's class can't be built.
         OutOfMemoryError: what it keeps does not fit the memory.
@@ -83,4 +86,4 @@ def load_device_proposer(
             f"speculative_config: {method} can't be built: {type(error).__name__}: {error}; it is "
             f"given the EngineConfig, the target model, its caches and the device state"
         ) from error
-    return cast("DeviceProposer", proposer)
+    return guarded(proposer, method, config.model_config.vocab_size)
