@@ -72,12 +72,17 @@ class _Guarded:
         self._vocab_size = vocab_size
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
+        lengths = [len(request.token_ids) for request in requests]
         try:
             # Not a token is read beyond what was asked for: an iterator may go on for ever.
             answer = islice(self._proposer.propose(requests, num_drafts), len(requests) + 1)
             proposals = [tuple(map(index, islice(drafts, num_drafts))) for drafts in answer]
         except Exception as error:
             raise self._error(f"{type(error).__name__}: {error}") from error
+        finally:
+            grown = self._cut_back(requests, lengths)
+        if grown:
+            raise self._error("it appended to a request's token_ids: copy them first")
         if len(proposals) != len(requests):
             raise self._error(
                 f"it must return drafts for each request, {len(requests)} here, and returned "
@@ -89,6 +94,17 @@ class _Guarded:
                     f"{list(drafts)} are not all tokens: ids go from 0 to {self._vocab_size - 1}"
                 )
         return proposals
+
+    @staticmethod
+    def _cut_back(requests: Sequence[Request], lengths: Sequence[int]) -> bool:
+        """Takes away what was appended to tokens that are the engine's: it would wait for ever for
+        steps of theirs. Was there any?"""
+        grown = False
+        for request, length in zip(requests, lengths, strict=True):
+            if len(request.token_ids) > length:
+                del request.token_ids[length:]
+                grown = True
+        return grown
 
     def _error(self, fault: str) -> ProposerError:
         return ProposerError(f"speculative proposer {self._name}, method propose(): {fault}")

@@ -32,6 +32,15 @@ class OnDevice(Scripted):
     on_device = True
 
 
+class Appends(Scripted):
+    """Drafts one token after the other, where it should copy first."""
+
+    def propose(self, requests: Sequence[Request], num_drafts: int) -> Any:
+        for request in requests:
+            request.token_ids.extend(range(num_drafts))
+        return super().propose(requests, num_drafts)
+
+
 class Unbuildable(Scripted):
     def __init__(self) -> None:
         pass
@@ -138,3 +147,16 @@ def test_a_mistake_becomes_an_error_that_names_its_author(
         load("Scripted").propose([make_request([1]), make_request([2])], 3)
     assert message in str(raised.value)
     assert f"{__name__}:Scripted, method propose(): " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"), [([[1], [2]], "copy them first"), (KeyError("a bug"), "KeyError")]
+)
+def test_a_requests_tokens_stay_as_they_are(
+    answer: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scripted, "answer", answer)
+    requests = [make_request([1]), make_request([2, 3])]
+    with pytest.raises(ProposerError, match=message):
+        load("Appends").propose(requests, 3)
+    assert [request.token_ids for request in requests] == [[1], [2, 3]]
