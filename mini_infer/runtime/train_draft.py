@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -34,9 +35,12 @@ def train(
     Raises:
         MiniInferError: an option, the model or a prompt can't be used.
         OutOfMemoryError: there is too much to keep on the GPU.
+        OSError: ``output`` can't be written to.
     """
     how = HeadTraining(**training)
     conversations = read_conversations(prompts) if prompts is not None else ()
+    output.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=output).close()  # what can't be written says so before all the work
     with LLM(**options) as llm:
         texts = write_texts(llm, num_tokens, conversations, how.seed)
         device = llm.engine.config.device

@@ -101,3 +101,16 @@ def test_prompts_that_can_not_be_used(
     given = ("--model", str(tiny_folder), "--output", str(tmp_path / "head"))
     assert main(["train-draft", *given, *FEW, "--prompts", str(prompts)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_folder_that_can_not_be_written_is_noticed_before_the_work(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("mini_infer.runtime.train_draft.LLM", None)
+    output = str(tmp_path / "file" / "head")
+    assert main(["train-draft", "--model", str(tiny_folder), "--output", output]) == 1
+    assert "Not a directory" in capsys.readouterr().err
