@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -47,7 +48,10 @@ def fingerprint(model: CausalLM) -> Tensor:
 
 
 def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch.dtype) -> None:
-    """Writes a head for ``model`` in ``dtype``; the folder is made if it is not there."""
+    """Writes a head for ``model`` in ``dtype``; the folder is made if it is not there.
+
+    A head that is there is replaced once the new one is written whole.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: value.to("cpu", dtype).contiguous() for name, value in checkpoint_places(head).items()
@@ -59,9 +63,13 @@ def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch
         "num_draft_tokens": len(head.token_ids),
         "target": {name: getattr(model.config, name) for name in TARGET_FIELDS},
     }
-    save_file(tensors, folder / SINGLE_FILE)
-    (folder / SINGLE_FILE).chmod(0o644)  # safetensors keeps it from all but its owner
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with TemporaryDirectory(dir=folder, prefix=".new-") as name:
+        new = Path(name)
+        save_file(tensors, new / SINGLE_FILE)
+        (new / SINGLE_FILE).chmod(0o644)  # safetensors keeps it from all but its owner
+        (new / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for file in (SINGLE_FILE, CONFIG_FILE):
+            (new / file).replace(folder / file)
 
 
 def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftHead:

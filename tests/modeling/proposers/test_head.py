@@ -299,3 +299,19 @@ def test_the_same_target_is_known_in_any_dtype(tmp_path: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         model = build_model(config, MemorySource(random_tensors(config)), dtype)
         assert load_draft_head(tmp_path, model, dtype)
+
+
+def test_a_head_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target(TARGETS["llama"], plain=True)
+    save_draft_head(tmp_path, random_head(model, 1), model, torch.float32)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full_disk(self: Path, *_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        save_draft_head(tmp_path, random_head(model, 2), model, torch.float32)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
