@@ -78,8 +78,9 @@ class RankThreads:
         self._threads = ThreadPoolExecutor(self.size)
 
     def start(self) -> int:
-        for runner in self.runners:  # torch's default dtype is the process's
-            runner.load()
+        # Side by side, as they compare a draft head's target. Torch's default dtype is the
+        # process's, but here all have the same.
+        self._all(lambda runner: runner.load())
         num_blocks = min(runner.profile_num_blocks() for runner in self.runners)
         self._all(lambda runner: runner.init_cache(num_blocks))
         self._all(lambda runner: runner.capture_graphs())
