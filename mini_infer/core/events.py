@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.outputs import FinishReason
 
 
@@ -141,8 +140,6 @@ class Finished(RequestEvent):
     num_output_tokens: int
     first_token_time: float | None = None
     last_token_time: float | None = None
-    drafts: DraftCounts | None = None
-    """How its drafts fared; None where it never had any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.outputs import FinishReason, TokenLogprobs
 from mini_infer.core.sampling_params import SamplingParams
 
@@ -86,8 +85,6 @@ class Request:
     """Drafts that the last submitted step leaves for it on the device."""
     draft_token_ids: tuple[int, ...] = ()
     """Those, once the host knows them and has to, for a grammar's masks."""
-    drafts: DraftCounts | None = None
-    """How its drafts fared so far."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit at first admission; None before it."""
     num_preemptions: int = 0

@@ -20,7 +20,6 @@ import msgspec
 import zmq
 
 from mini_infer.core import errors
-from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.events import (
     Admitted,
@@ -288,6 +287,4 @@ def unpack_event(packed: Sequence[Any]) -> Event:
     if kind is BlocksCached:
         _, time, request_id, block_hashes = packed
         return BlocksCached(time, request_id, tuple(block_hashes))
-    if kind is Finished:
-        packed = [*packed[:-1], msgspec.convert(packed[-1], DraftCounts | None)]
     return kind(*packed[1:])

@@ -38,7 +38,6 @@ def finished_event(request: Request, now: float) -> Finished:
         request.num_output_tokens,
         request.first_token_time,
         request.last_token_time,
-        request.drafts,
     )
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_infer.core import errors
-from mini_infer.core.draft_counts import DraftCounts
-from mini_infer.core.events import Event, Finished
+from mini_infer.core.events import Event
 from mini_infer.core.outputs import RequestUpdate, TokenLogprobs
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
@@ -120,7 +119,6 @@ VALUES: dict[str, Any] = {
     "block_hash": b"one",
     "first_token_time": None,
     "last_token_time": 2.5,
-    "drafts": DraftCounts(2, [2, 1], [1, 0], 0.25, 0.5),
 }
 
 
@@ -135,12 +133,6 @@ def test_events(kind: type[Event]) -> None:
     assert arrived == event
     assert type(arrived) is kind
     assert unpack_event(pack_event(event)) == event
-
-
-def test_an_end_without_drafts() -> None:
-    event = Finished(1.0, "a", "stop", 3, 2)
-    [arrived] = sent(News([], [pack_event(event)], [], []), ToServer).happened()
-    assert arrived == event
 
 
 def test_every_event_that_an_engine_emits_can_cross() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from mini_infer.core.batch import Chunk
-from mini_infer.core.draft_counts import DraftCounts
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.events import DraftsVerified, EventStream
 from mini_infer.core.request import Request
@@ -108,9 +107,6 @@ class Speculation:
             self._host.verified(request, chunk.num_drafts, num_accepted, num_rows)
         else:
             self._controller.record(chunk.num_drafts, num_accepted)
-        if request.drafts is None:
-            request.drafts = DraftCounts()
-        request.drafts.add(chunk.num_drafts, num_accepted, seconds, plain_seconds)
         if self._events.wants(DraftsVerified):
             self._events.emit(
                 DraftsVerified(

@@ -31,5 +31,3 @@ def test_the_hosts_part_counts_where_drafts_keep_it_from_hiding(
     assert isinstance(event, DraftsVerified)
     assert (event.num_drafts, event.num_accepted, event.plain_seconds) == (4, 2, 3.0)
     assert event.seconds == pytest.approx(seconds, rel=1e-3)
-    assert request.drafts is not None
-    assert request.drafts.speedup == pytest.approx(3.0 / seconds, rel=1e-3)
