@@ -7,6 +7,7 @@ The idea of iteration-level scheduling is Orca's (OSDI 2022), chunked prefill is
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mini_infer.cache.manager import KVCacheManager, PrefixMatch
 from mini_infer.core.batch import Chunk, ScheduledBatch
@@ -27,9 +28,11 @@ from mini_infer.runtime.places import Places
 from mini_infer.runtime.policy import SchedulingPolicy, load_policy
 from mini_infer.runtime.request_queues import RequestQueues
 from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS
-from mini_infer.runtime.speculation.speculation import Speculation
 from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
+
+if TYPE_CHECKING:
+    from mini_infer.runtime.speculation.speculation import Speculation
 
 
 class Scheduler:
@@ -59,9 +62,7 @@ class Scheduler:
         )
         self._queues = RequestQueues()
         self._requests: dict[str, Request] = {}
-        self._speculation = (
-            Speculation(config, events, costs) if config.speculative_config else None
-        )
+        self._speculation = _speculation(config, events, costs)
         self._places = Places(config.max_num_seqs, self._queues, self.cache, self.policy, events)
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._failures: list[RequestUpdate] = []
@@ -369,3 +370,14 @@ class Scheduler:
     def _fail(self, request: Request, error: PolicyError) -> None:
         self._finish(request, "error", str(error))
         self._failures.append(end_update(request, "error", str(error)))
+
+
+def _speculation(
+    config: EngineConfig, events: EventStream, costs: StepCosts | None
+) -> "Speculation | None":
+    """Imported by engines that speculate only: the others start without."""
+    if config.speculative_config is None:
+        return None
+    from mini_infer.runtime.speculation.speculation import Speculation
+
+    return Speculation(config, events, costs)

@@ -5,18 +5,15 @@ context also rotates the new queries and keys, and stores the new keys and value
 piece of a row attends from registers. So a layer has as many kernels as in a step of one query.
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.metadata import AttentionMetadata, Rope
-from mini_infer.kernels.triton.launch import num_sms, power_of_two, shared_memory, starts_early
+from mini_infer.kernels.triton.flash_decoding import launch_in_pieces
+from mini_infer.kernels.triton.launch import power_of_two
 from mini_infer.kernels.triton.paged_tiles import (
     attend_tile,
-    key_alignment,
     key_blocks,
     known_blocks,
     load_tiles,
@@ -28,12 +25,6 @@ from mini_infer.kernels.triton.rotary import (
     rotate,
     scale_head,
     swapped_dims,
-)
-from mini_infer.kernels.triton.split_attention import (
-    cut_contexts,
-    join_pieces,
-    new_pieces,
-    plan_splits,
 )
 
 MOST_QUERIES = 9
@@ -243,61 +234,5 @@ def draft_attention(
 ) -> Tensor:
     """See ``reference.attend``, for steps that ``takes_drafts`` takes, of consecutive positions up
     to each row's last; and ``flash_decoding.decode_attention`` for what is asked of arguments."""
-    total_heads, head_dim = qkv.shape[1:]
-    num_kv_heads, device = k_cache.shape[2], qkv.device
-    num_heads = total_heads - 2 * num_kv_heads
-    width, window, longest = meta.max_query_len, sliding_window or 0, meta.max_seqlen_k
-    plan = plan_splits(
-        len(meta.query_lens),
-        num_kv_heads,
-        width * (num_heads // num_kv_heads),
-        min(longest, window + width - 1) if window else longest,
-        head_dim * k_cache.element_size(),
-        num_sms(device),
-        shared_memory(device),
-    )
-    block_size = k_cache.shape[1]
-    is_first, pieces, rows = cut_contexts(meta, plan, window, width, block_size, single=False)
-    q_norm, k_norm, eps = qk_norm or (qkv, qkv, 0.0)
-    out = torch.empty(len(qkv), num_heads * head_dim, dtype=qkv.dtype, device=device)
-    partial, log_sum = new_pieces(plan, width * num_heads, head_dim, device)
-    early = starts_early(device)
-    draft_attention_kernel[num_kv_heads, plan.num_pieces](
-        qkv,
-        rope.table,
-        q_norm,
-        k_norm,
-        k_cache,
-        v_cache,
-        meta.slot_mapping,
-        pieces,
-        meta.block_table,
-        out,
-        partial,
-        log_sum,
-        int(is_first),
-        meta.block_table.stride(0),
-        qkv.stride(0),
-        scale * math.log2(math.e),
-        eps,
-        width=width,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        norms=qk_norm is not None,
-        window=window,
-        block_stride=k_cache.stride(0),
-        token_stride=k_cache.stride(1),
-        head_stride=k_cache.stride(2),
-        block_size=block_size,
-        align=key_alignment(block_size, plan.tiles.keys),
-        head_dim=head_dim,
-        padded_dim=power_of_two(max(head_dim, 16)),
-        tile_rows=plan.tiles.rows,
-        tile_keys=plan.tiles.keys,
-        early=early,
-        num_warps=plan.tiles.num_warps,
-        num_stages=plan.tiles.num_stages,
-        launch_pdl=early,
-    )
-    join_pieces(partial, log_sum, out, pieces, rows, plan, width)
-    return out
+    arguments = qkv, rope, k_cache, v_cache, meta, scale, sliding_window, qk_norm
+    return launch_in_pieces(draft_attention_kernel, *arguments, width=meta.max_query_len)

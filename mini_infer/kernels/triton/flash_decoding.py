@@ -8,6 +8,7 @@ steps wrote, up to the first old keys and values, is on its way before they wait
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -259,25 +260,44 @@ def decode_attention(
     (context 1) may share one. What ``meta`` and ``rope`` hold must have been written before the
     first kernel of the step that starts early.
     """
-    num_rows, total_heads, head_dim = qkv.shape
+    return launch_in_pieces(
+        decode_kernel, qkv, rope, k_cache, v_cache, meta, scale, sliding_window, qk_norm
+    )
+
+
+def launch_in_pieces(
+    kernel: Any,
+    qkv: Tensor,
+    rope: Rope,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    qk_norm: tuple[Tensor, Tensor, float] | None,
+    **of_kernel: int,
+) -> Tensor:
+    """``decode_attention`` by a kernel that takes ``decode_kernel``'s arguments, and ``of_kernel``
+    beside them, for steps of ``meta.max_query_len`` queries a row."""
+    total_heads, head_dim = qkv.shape[1:]
     num_kv_heads, device = k_cache.shape[2], qkv.device
     num_heads = total_heads - 2 * num_kv_heads
-    window = sliding_window or 0
-    group, early = num_heads // num_kv_heads, starts_early(device)
+    width, window, longest = meta.max_query_len, sliding_window or 0, meta.max_seqlen_k
+    early, block_size = starts_early(device), k_cache.shape[1]
     plan = plan_splits(
-        num_rows,
+        len(meta.query_lens),
         num_kv_heads,
-        group,
-        min(meta.max_seqlen_k, window) if window else meta.max_seqlen_k,
+        width * (num_heads // num_kv_heads),
+        min(longest, window + width - 1) if window else longest,
         head_dim * k_cache.element_size(),
         num_sms(device),
         shared_memory(device),
     )
-    is_first, pieces, rows = cut_contexts(meta, plan, window, 1, k_cache.shape[1], single=True)
+    is_first, pieces, rows = cut_contexts(meta, plan, window, width, block_size, single=width == 1)
     q_norm, k_norm, eps = qk_norm or (qkv, qkv, 0.0)
-    out = torch.empty(num_rows, num_heads * head_dim, dtype=qkv.dtype, device=device)
-    partial, log_sum = new_pieces(plan, num_heads, head_dim, device)
-    decode_kernel[num_kv_heads, plan.num_pieces](
+    out = torch.empty(len(qkv), num_heads * head_dim, dtype=qkv.dtype, device=device)
+    partial, log_sum = new_pieces(plan, width * num_heads, head_dim, device)
+    kernel[num_kv_heads, plan.num_pieces](
         qkv,
         rope.table,
         q_norm,
@@ -302,8 +322,8 @@ def decode_attention(
         block_stride=k_cache.stride(0),
         token_stride=k_cache.stride(1),
         head_stride=k_cache.stride(2),
-        block_size=k_cache.shape[1],
-        align=key_alignment(k_cache.shape[1], plan.tiles.keys),
+        block_size=block_size,
+        align=key_alignment(block_size, plan.tiles.keys),
         head_dim=head_dim,
         padded_dim=power_of_two(max(head_dim, 16)),
         tile_rows=plan.tiles.rows,
@@ -312,6 +332,7 @@ def decode_attention(
         num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
         launch_pdl=early,
+        **of_kernel,
     )
-    join_pieces(partial, log_sum, out, pieces, rows, plan, 1)
+    join_pieces(partial, log_sum, out, pieces, rows, plan, width)
     return out
