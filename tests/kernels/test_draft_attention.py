@@ -5,13 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from mini_infer.kernels import reference
-from mini_infer.kernels.metadata import Rope
-from tests.kernels.paged_batches import POISON, Shape, paged_batch
-from tests.kernels.test_flash_decoding import SHAPES, head_major, on_device, random
-from tests.kernels.triton_device import DEVICE
+from tests.kernels import test_flash_decoding
+from tests.kernels.paged_batches import Shape, paged_batch
+from tests.kernels.test_flash_decoding import SHAPES, head_major
 
 draft_attention = pytest.importorskip("mini_infer.kernels.triton.draft_attention")
 
@@ -28,54 +25,15 @@ CONTEXTS = {
 """Tokens before the new ones."""
 
 
-class Step:
-    """Rows of ``width`` new tokens: old keys in the cache, new slots and all others poisoned."""
+class Step(test_flash_decoding.Step):
+    """Rows of ``width`` new tokens behind those that were there ``before``."""
+
+    attend = staticmethod(draft_attention.draft_attention)
 
     def __init__(
         self, before: Sequence[int], width: int, shape: Shape, dtype: torch.dtype = torch.float32
     ) -> None:
-        contexts = [count + width for count in before]
-        batch = paged_batch([width] * len(before), contexts, shape)
-        heads, num_tokens = shape.num_kv_heads, width * len(before)
-        self.meta = on_device(batch.meta)
-        pair = torch.cat((batch.k_cache, batch.v_cache), 2)
-        pair.flatten(0, 1)[batch.meta.slot_mapping] = POISON
-        pair = pair.to(DEVICE, dtype)
-        self.caches = pair[:, :, :heads], pair[:, :, heads:]
-        if not shape.interleaved:
-            self.caches = self.caches[0].contiguous(), self.caches[1].contiguous()
-        self.qkv = random(num_tokens, shape.num_heads + 2 * heads, shape.head_dim, seed=1).to(dtype)
-        angles = random(max(contexts), shape.head_dim // 2, seed=2)
-        table = torch.cat((angles.cos(), angles.sin()), -1)
-        positions = torch.cat([torch.arange(count, count + width) for count in before])
-        self.rope = Rope(table, positions.to(DEVICE))
-        self.scale = shape.head_dim**-0.5
-        weights = (random(shape.head_dim, seed=seed).to(dtype) for seed in (3, 4))
-        self.qk_norm = (*weights, 1e-6)
-
-    def run(self, window: int | None = None, with_norm: bool = False) -> Tensor:
-        """Compares output and caches with the reference; returns the output."""
-        exact = [cache.double() for cache in self.caches]
-        qk_norm = self.qk_norm if with_norm else None
-        expected = reference.attend(
-            self.qkv.double(),
-            self.rope,
-            *exact,
-            self.meta,
-            self.scale,
-            window,
-            (qk_norm[0].double(), qk_norm[1].double(), qk_norm[2]) if qk_norm else None,
-        )
-        out: Tensor = draft_attention.draft_attention(
-            self.qkv, self.rope, *self.caches, self.meta, self.scale, window, qk_norm
-        )
-        assert out.dtype == self.qkv.dtype
-        tolerance = 3e-6 if out.dtype == torch.float32 else 1e-2
-        close = {"atol": tolerance, "rtol": tolerance}
-        torch.testing.assert_close(out.double(), expected, **close)
-        for cache, correct in zip(self.caches, exact, strict=True):
-            torch.testing.assert_close(cache.double(), correct, **close)
-        return out
+        super().__init__([count + width for count in before], shape, dtype, width)
 
 
 @pytest.mark.parametrize("before", CONTEXTS.values(), ids=CONTEXTS)

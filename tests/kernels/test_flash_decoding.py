@@ -44,13 +44,20 @@ def on_device(meta: AttentionMetadata) -> AttentionMetadata:
 
 
 class Step:
-    """One decode step: old keys and values in the cache, the new slots and all others poisoned."""
+    """Rows of ``width`` new tokens: old keys and values in the cache, the new slots and all others
+    poisoned."""
+
+    attend = staticmethod(flash_decoding.decode_attention)
 
     def __init__(
-        self, contexts: Sequence[int], shape: Shape, dtype: torch.dtype = torch.float32
+        self,
+        contexts: Sequence[int],
+        shape: Shape,
+        dtype: torch.dtype = torch.float32,
+        width: int = 1,
     ) -> None:
-        batch = paged_batch([1] * len(contexts), contexts, shape)
-        heads, num_rows = shape.num_kv_heads, len(contexts)
+        batch = paged_batch([width] * len(contexts), contexts, shape)
+        heads, num_tokens = shape.num_kv_heads, width * len(contexts)
         self.meta = on_device(batch.meta)
         pair = torch.cat((batch.k_cache, batch.v_cache), 2)
         pair.flatten(0, 1)[batch.meta.slot_mapping] = POISON
@@ -58,10 +65,11 @@ class Step:
         self.caches = pair[:, :, :heads], pair[:, :, heads:]
         if not shape.interleaved:
             self.caches = self.caches[0].contiguous(), self.caches[1].contiguous()
-        self.qkv = random(num_rows, shape.num_heads + 2 * heads, shape.head_dim, seed=1).to(dtype)
+        self.qkv = random(num_tokens, shape.num_heads + 2 * heads, shape.head_dim, seed=1).to(dtype)
         angles = random(max(contexts), shape.head_dim // 2, seed=2)
         table = torch.cat((angles.cos(), angles.sin()), -1)
-        self.rope = Rope(table, self.meta.seqlens_k.long() - 1)
+        positions = torch.cat([torch.arange(count - width, count) for count in contexts])
+        self.rope = Rope(table, positions.to(DEVICE))
         self.scale = shape.head_dim**-0.5
         weights = (random(shape.head_dim, seed=seed).to(dtype) for seed in (3, 4))
         self.qk_norm = (*weights, 1e-6)
@@ -79,7 +87,7 @@ class Step:
             window,
             (qk_norm[0].double(), qk_norm[1].double(), qk_norm[2]) if qk_norm else None,
         )
-        out = flash_decoding.decode_attention(
+        out: Tensor = self.attend(
             self.qkv, self.rope, *self.caches, self.meta, self.scale, window, qk_norm
         )
         assert out.dtype == self.qkv.dtype
