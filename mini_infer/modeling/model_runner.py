@@ -55,6 +55,8 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self._draft: nn.Module | None = None
         self.proposer: DeviceProposer | None = None
+        self._follower: FollowingProposer | None = None
+        """``proposer``, if it follows all steps: told once, as to look takes microseconds."""
         self._speculative: SpeculativeSteps | None = None
 
     def load(self) -> None:
@@ -75,13 +77,16 @@ class ModelRunner:
         further block for surplus rows where there are CUDA graphs."""
         config, layout = self.config, self.model.kv_layout
         surplus = int(self.has_graphs or config.speculates_on_device)
-        self.proposer = self._speculative = None  # a profile's would stay beside the new one
+        self.proposer = self._follower = self._speculative = (
+            None  # a profile's would stay beside the new one
+        )
         self.caches = allocate_kv_cache(config, layout, num_blocks + surplus, self.dtype)
         if surplus:
             self.state.set_null_block(num_blocks)
         if config.speculates_on_device:
             target = config, self.model, self.caches, self.state
             self.proposer = agreed(load_device_proposer(*target, self._draft), self.group)
+            self._follower = self.proposer if isinstance(self.proposer, FollowingProposer) else None
         if config.speculative_config is not None:
             self._speculative = SpeculativeSteps(config, self.state, self._sampler, self.proposer)
 
@@ -109,8 +114,8 @@ class ModelRunner:
         """
         with step_range(batch), device_failures():
             self.state.take_in(batch)
-            if isinstance(self.proposer, FollowingProposer):
-                self.proposer.follow(batch)
+            if self._follower is not None:
+                self._follower.follow(batch)
             layout = StepLayout.of(batch)
             if layout.speculates:
                 return self._speculative_step(batch, layout)
@@ -176,7 +181,7 @@ class ModelRunner:
                 torch.cuda.synchronize()
         self.graphs = None
         self.caches = []
-        self._draft = self.proposer = self._speculative = None
+        self._draft = self.proposer = self._follower = self._speculative = None
         self.__dict__.pop("model", None)
 
     @property
