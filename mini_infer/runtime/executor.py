@@ -1,10 +1,12 @@
 """Where steps run. One protocol; in-process here, other processes and hosts behind the same one."""
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.outputs import StepOutput
-from mini_infer.core.step_costs import StepCosts
+
+if TYPE_CHECKING:
+    from mini_infer.core.step_costs import StepCosts
 
 
 class StepHandle(Protocol):
@@ -36,7 +38,7 @@ class Executor(Protocol):
         """Loads what it needs; returns the number of KV blocks that fit."""
         ...
 
-    def step_costs(self) -> StepCosts | None:
+    def step_costs(self) -> "StepCosts | None":
         """What steps with drafts take, measured; None where that is not known. After ``start``."""
         ...
 

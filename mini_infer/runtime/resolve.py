@@ -17,7 +17,6 @@ from mini_infer.core.model_config import ModelConfig
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.executor import Executor
 from mini_infer.runtime.resolve_parallel import resolve_ranks
-from mini_infer.runtime.resolve_speculation import parse_speculation, resolve_speculation
 from mini_infer.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -133,6 +132,8 @@ def _convert(name: str, value: Any, option: Mapping[str, Any]) -> Any:
     if value is None or value == AUTO:
         return default
     if kind is SpeculativeConfig:
+        from mini_infer.runtime.resolve_speculation import parse_speculation
+
         return parse_speculation(value)
     if choices:
         if value not in choices:
@@ -167,8 +168,10 @@ def _dry_run_core(given: dict[str, Any]) -> tuple[EngineConfig, Executor]:
     if given["served_model_name"] == AUTO and given["model"] == DEFAULT_MODEL:
         given["served_model_name"] = DRY_RUN_NAME  # nobody should take it for the model
     _resolve_lengths(given, model_config)
-    said = given["speculative_config"]
-    given["speculative_config"] = resolve_speculation(said, given, model_config)
+    if (said := given["speculative_config"]) is not None:
+        from mini_infer.runtime.resolve_speculation import resolve_speculation
+
+        given["speculative_config"] = resolve_speculation(said, given, model_config)
     if given["kv_cache_memory"] == AUTO:
         given["kv_cache_memory"] = KV_LIMIT
     config = EngineConfig(model_config=model_config, **given)
@@ -198,9 +201,12 @@ def resolve_config(
         given["load_format"] = "gguf" if files.weights.suffix == ".gguf" else "safetensors"
     given["attention_backend"] = _attention_backend(given["attention_backend"], given["device"])
     _resolve_lengths(given, model_config)
-    said = given["speculative_config"]
-    speculation = resolve_speculation(said, given, model_config, files.folder)
-    given["speculative_config"] = speculation
+    speculation: SpeculativeConfig | None = None
+    if (said := given["speculative_config"]) is not None:
+        from mini_infer.runtime.resolve_speculation import resolve_speculation
+
+        speculation = resolve_speculation(said, given, model_config, files.folder)
+        given["speculative_config"] = speculation
     models = [model_config]
     if speculation is not None and speculation.model_config is not None:
         models.append(speculation.model_config)

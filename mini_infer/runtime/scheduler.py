@@ -22,7 +22,6 @@ from mini_infer.core.events import (
 )
 from mini_infer.core.outputs import FinishReason, RequestUpdate, StepOutput
 from mini_infer.core.request import Request, RequestState
-from mini_infer.core.step_costs import StepCosts
 from mini_infer.runtime import request_events as tell
 from mini_infer.runtime.places import Places
 from mini_infer.runtime.policy import SchedulingPolicy, load_policy
@@ -32,6 +31,7 @@ from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
 
 if TYPE_CHECKING:
+    from mini_infer.core.step_costs import StepCosts
     from mini_infer.runtime.speculation.speculation import Speculation
 
 
@@ -48,7 +48,7 @@ class Scheduler:
         num_blocks: int,
         events: EventStream,
         policy: SchedulingPolicy | None = None,
-        costs: StepCosts | None = None,
+        costs: "StepCosts | None" = None,
     ) -> None:
         """``costs`` are those of the executor's steps: they tell how many drafts pay."""
         self.config = config
@@ -373,7 +373,7 @@ class Scheduler:
 
 
 def _speculation(
-    config: EngineConfig, events: EventStream, costs: StepCosts | None
+    config: EngineConfig, events: EventStream, costs: "StepCosts | None"
 ) -> "Speculation | None":
     """Imported by engines that speculate only: the others start without."""
     if config.speculative_config is None:
