@@ -8,14 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from mini_infer.core.errors import EngineDeadError
+from mini_infer.parallel.rendezvous import Rendezvous
 
 COLLECTIVE_SECONDS = 6.0
 """How long ranks on a CPU wait for one that does not come. They do the same work at the same time,
@@ -23,7 +22,6 @@ so even a step of a minute has them apart for a moment only."""
 DEVICE_COLLECTIVE_SECONDS = 60.0
 """The same on GPUs, where the first collective builds all connections. What hangs is found sooner,
 by who waits for the step."""
-LOOPBACK = Path("/sys/class/net/lo")
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in 2.13
 
 
@@ -105,11 +103,13 @@ def side_by_side(parts: Tensor, num_columns: int, out: Tensor | None = None) -> 
     return torch.cat(columns, dim=1, out=out)
 
 
-def join_ranks(rank: int, size: int, device: torch.device, folder: Path) -> TensorParallelGroup:
-    """Meets the other ranks of this host; all of them must be on their way.
+def join_ranks(
+    rank: int, size: int, device: torch.device, rendezvous: Rendezvous
+) -> TensorParallelGroup:
+    """Meets the other ranks; all of them must be on their way.
 
-    They find each other through a file in ``folder``, and take ports that the system chooses: no
-    port is anybody's to be taken.
+    For what they say to each other they take ports that the system chooses: no port is anybody's
+    to be taken.
 
     Raises:
         CollectiveError: they did not come.
@@ -117,13 +117,13 @@ def join_ranks(rank: int, size: int, device: torch.device, folder: Path) -> Tens
     if size == 1:
         return SINGLE
     on_gpu = device.type == "cuda"
-    if not on_gpu and LOOPBACK.exists():  # else gloo listens where the host's name leads
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK.name)
+    if not on_gpu and rendezvous.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
     seconds = DEVICE_COLLECTIVE_SECONDS if on_gpu else COLLECTIVE_SECONDS
     with _collective():
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=FileStore(str(folder / "ranks"), size),
+            store=rendezvous.store(size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=seconds),

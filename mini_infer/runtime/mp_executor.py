@@ -31,7 +31,8 @@ from mini_infer.runtime.rank_messages import (
     ToRank,
     Up,
 )
-from mini_infer.runtime.rank_processes import LAG_SECONDS, RankProcesses
+from mini_infer.runtime.rank_processes import RankProcesses
+from mini_infer.runtime.ranks import LAG_SECONDS, Ranks
 
 
 class MultiProcessExecutor:
@@ -46,7 +47,7 @@ class MultiProcessExecutor:
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self._config, self._files = config, files
-        self._ranks: RankProcesses | None = None
+        self._ranks: Ranks | None = None
         self._num_submitted = 0
         self._epoch = 0
         self._results: dict[int, StepOutput] = {}
@@ -56,8 +57,8 @@ class MultiProcessExecutor:
         """The last steps of which rank 0 has told the result."""
 
     @property
-    def ranks(self) -> RankProcesses:
-        """The processes, between ``start`` and ``shutdown``."""
+    def ranks(self) -> Ranks:
+        """They are there between ``start`` and ``shutdown``."""
         assert self._ranks is not None, "the executor runs"
         return self._ranks
 
@@ -70,10 +71,9 @@ class MultiProcessExecutor:
             EngineDeadError: a rank ended.
         """
         config, files = self._config, self._files
-        size = config.tensor_parallel_size
         if config.device == "cpu":  # whose memory the ranks share
             check_memory(config)
-        self._ranks = RankProcesses(size, max(1, torch.get_num_threads() // size))
+        self._ranks = self._start_ranks()
         try:
             for _ in self._answers():
                 pass  # all of them are up, so that none waits for another that is not
@@ -132,6 +132,10 @@ class MultiProcessExecutor:
         if self._ranks is not None:
             self._ranks.close()
 
+    def _start_ranks(self) -> Ranks:
+        size = self._config.tensor_parallel_size
+        return RankProcesses(size, max(1, torch.get_num_threads() // size))
+
     def _order(self, order: ToRank) -> list[int]:
         """Sends an order and waits until all ranks have followed it; the blocks that they found."""
         self.ranks.send(order)
@@ -162,7 +166,9 @@ class MultiProcessExecutor:
                     self._fail_apart(failures)
                 self.ranks.blame(message)
             case Failed():
-                self.ranks.fail(f"rank {message.rank} failed: {message.failure.message}")
+                self.ranks.fail(
+                    f"{self.ranks.name(message.rank)} failed: {message.failure.message}"
+                )
             case None:
                 pass
             case _:
@@ -175,7 +181,8 @@ class MultiProcessExecutor:
         """Where only some ranks fail, they have no common state any more."""
         failed = next(iter(failures.values()))
         self.ranks.fail(
-            f"rank {failed.rank} failed in a step where others did not: {failed.failure.message}"
+            f"{self.ranks.name(failed.rank)} failed in a step where others did not: "
+            f"{failed.failure.message}"
         )
 
 

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from mini_infer.core.errors import DEBUG, EngineDeadError
+from mini_infer.parallel.rendezvous import FolderRendezvous, Rendezvous
 from mini_infer.runtime.engine_messages import Failure
 from mini_infer.runtime.rank_beats import RankBeats
 from mini_infer.runtime.rank_messages import (
@@ -66,7 +67,7 @@ def main() -> None:
     exit_code = 0
     try:
         link.send(Up(rank))
-        RankWorker(folder, rank, size, link, beats).run()
+        RankWorker(rank, size, link, beats, FolderRendezvous(folder), gpu=rank).run()
     except Exception as error:
         if os.environ.get(DEBUG, "") not in ("", "0"):  # the engine has the error's text only
             traceback.print_exc()
@@ -114,10 +115,19 @@ class RankWorker:
     that the next step is launched meanwhile."""
 
     def __init__(
-        self, folder: Path, rank: int, size: int, link: EngineLink, beats: RankBeats
+        self,
+        rank: int,
+        size: int,
+        link: EngineLink,
+        beats: RankBeats,
+        rendezvous: Rendezvous,
+        *,
+        gpu: int,
     ) -> None:
-        self._folder, self._rank, self._size = folder, rank, size
+        """``gpu`` is the number that torch gives this rank's, where the model runs on GPUs."""
+        self._rank, self._size = rank, size
         self._link, self._beats = link, beats
+        self._rendezvous, self._gpu = rendezvous, gpu
         self._runner: ModelRunner
         self._unsampled: MaskedStep | None = None
         self._failed_epoch = -1
@@ -158,9 +168,9 @@ class RankWorker:
 
         device = torch.device(order.config.device)
         if device.type == "cuda":
-            device = torch.device("cuda", self._rank)
+            device = torch.device("cuda", self._gpu)
             torch.cuda.set_device(device)
-        group = join_ranks(self._rank, self._size, device, self._folder)
+        group = join_ranks(self._rank, self._size, device, self._rendezvous)
         files = ModelFiles(Path(order.folder), Path(order.weights))
         self._runner = ModelRunner(order.config, files, group)
         with allocation_failures():

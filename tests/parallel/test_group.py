@@ -18,9 +18,10 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 import torch
 from mini_infer.parallel.group import join_ranks
+from mini_infer.parallel.rendezvous import FolderRendezvous
 
 rank, size = int(sys.argv[1]), {size}
-group = join_ranks(rank, size, torch.device("cpu"), Path(sys.argv[2]))
+group = join_ranks(rank, size, torch.device("cpu"), FolderRendezvous(Path(sys.argv[2])))
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for count in (1, 7, 4099):

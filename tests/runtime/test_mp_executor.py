@@ -18,7 +18,8 @@ from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.parallel.group import COLLECTIVE_SECONDS
-from mini_infer.runtime import mp_executor, rank_processes
+from mini_infer.runtime import mp_executor
+from mini_infer.runtime import ranks as watched
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.mp_executor import MultiProcessExecutor
@@ -63,9 +64,9 @@ def assert_gone(pids: list[int], folder: Path) -> None:
 def test_the_limits_leave_room() -> None:
     """A collective that waits in vain, or a silent rank, then the search for who is to blame."""
     waits = (
-        COLLECTIVE_SECONDS + rank_processes.GRACE_SECONDS,
-        rank_processes.SILENCE_SECONDS,
-        rank_processes.LAG_SECONDS,
+        COLLECTIVE_SECONDS + watched.GRACE_SECONDS,
+        watched.SILENCE_SECONDS,
+        watched.LAG_SECONDS,
     )
     assert max(waits) + 1 < LIMIT
 
@@ -83,7 +84,7 @@ def test_a_fault_of_one_rank_in_mid_step(
     fault: str, limit: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit is not None:  # which is shorter here: the test before is about the real ones
-        monkeypatch.setattr(rank_processes, limit, 2.0)
+        monkeypatch.setattr(watched, limit, 2.0)
         monkeypatch.setattr(mp_executor, limit, 2.0, raising=False)
     ranks = executor(fault)
     engine = engine_over(ranks)

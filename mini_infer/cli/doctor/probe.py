@@ -132,11 +132,12 @@ def _reduce(rank: int, size: int, backend: str, folder: Path) -> Answer:
     import torch
 
     from mini_infer.parallel.group import CollectiveError, join_ranks
+    from mini_infer.parallel.rendezvous import FolderRendezvous
 
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = join_ranks(rank, size, device, folder)
+    group = join_ranks(rank, size, device, FolderRendezvous(folder))
     group.all_reduce_(torch.ones(MESSAGE_SIZE, device=device))  # connects them
     ones = torch.ones(MESSAGE_SIZE, device=device)
     group.slowest(0.0)
