@@ -10,6 +10,7 @@ PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -34,7 +35,7 @@ dry-run: $(VENV)/.serve  ## Serve invented tokens: the real server, no weights
 
 test: $(VENV)/.dev  ## Run every test that needs no GPU
 	$(BIN)/mini-infer pull smollm2-135m
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.dev  ## Run only the tests of real clients, and say how long each takes
 	$(BIN)/mini-infer pull smollm2-135m

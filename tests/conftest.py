@@ -12,9 +12,32 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# A worker of several has one core, and so has what it starts.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 # A shared machine may pause at any moment: an example's time says nothing about the code.
 settings.register_profile("mini-infer", deadline=None, print_blob=True)
 settings.load_profile("mini-infer")
+
+SHARED_SERVERS = "tests/clients/"
+"""The folder whose files share dear fixtures."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says what one worker runs where there are several (``-n 2 --dist loadgroup``): a file, as its
+    tests share fixtures; all files whose tests start processes and wait for them, so that these
+    have a core to themselves. The latter are first, as they take longest."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if item.get_closest_marker("processes"):
+            group = "processes"
+        else:
+            group = SHARED_SERVERS if file.startswith(SHARED_SERVERS) else file
+        item.add_marker(pytest.mark.xdist_group(group))
+    dear = ("processes", SHARED_SERVERS)
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] not in dear)
 
 
 @pytest.fixture(scope="session")

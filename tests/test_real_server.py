@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.processes]
 
 ROOT = Path(__file__).parents[1]
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]

@@ -12,6 +12,8 @@ import serving_load
 import serving_overhead
 import soak
 
+pytestmark = pytest.mark.processes
+
 Run = Callable[..., dict[str, Any]]
 
 

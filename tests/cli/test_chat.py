@@ -21,6 +21,8 @@ from mini_infer.core.errors import PromptTooLongError
 from mini_infer.core.outputs import RequestDelta
 from mini_infer.core.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(max_tokens=None)
 

@@ -19,6 +19,8 @@ from mini_infer.cli.serve import collector_paused
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.serving.options import ServerOptions
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 # Prints the heavy modules that were imported when the server ends.
 PROGRAM = """

@@ -11,6 +11,8 @@ import torch
 
 from mini_infer.parallel.group import SINGLE, side_by_side
 
+pytestmark = pytest.mark.processes
+
 SIZE = 2
 PROGRAM = """
 import hashlib, sys

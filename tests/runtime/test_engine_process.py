@@ -25,6 +25,8 @@ from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.engine_process import EngineProcess, EngineStarter
 from mini_infer.runtime.resolve import load_tokenizer
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)

@@ -29,6 +29,8 @@ from tests.runtime.faulty_ranks import FATAL_TOKEN
 from tests.runtime.test_engine_process import process_of, running, text_of, until
 from tests.runtime.tiny_model import tiny_engine
 
+pytestmark = pytest.mark.processes
+
 PROMPT = [5, 6, 7, 8]
 FATAL = [FATAL_TOKEN, 5, 6]
 LIMIT = 10.0

@@ -25,6 +25,8 @@ from tests.runtime.engine_tools import run
 from tests.runtime.fake_executor import TINY_MODEL, make_config
 from tests.runtime.test_tensor_parallel import LLAMA, PARAMS, PROMPTS, alone, assert_same
 
+pytestmark = pytest.mark.processes
+
 NUM_BLOCKS = 256
 DRAFT_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

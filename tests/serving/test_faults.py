@@ -21,6 +21,8 @@ import pytest
 
 from tests.serving.live import CHAT, COMPLETIONS, wait_for
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = "import sys; from mini_infer.cli.main import serve_main; sys.exit(serve_main())"
 SLOW = ("--scheduling-policy", "tests.runtime.hooks:Slow")

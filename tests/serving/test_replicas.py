@@ -18,6 +18,8 @@ from mini_infer.serving.server_metrics import ServerMetrics
 from tests.serving.live import COMPLETIONS, wait_for
 from tests.serving.test_faults import SLOW, Server, server
 
+pytestmark = pytest.mark.processes
+
 TWO = ("--replicas", "2", "--router", "round_robin", "--max-num-seqs", "1", *SLOW)
 OK = {"status": "ok", "replicas": ["ok", "ok"]}
 

@@ -17,6 +17,8 @@ from mini_infer.core.errors import InvalidConfigError
 from mini_infer.serving.listener import bind
 from tests.serving.live import CHAT, MODEL, LiveServer, wait_for
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
