@@ -107,6 +107,12 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "Processes, on a GPU each, that the layers of the model are cut for.", kind=int
     )
+    custom_all_reduce: bool = option(
+        True,
+        "Add up few rows of tensor-parallel ranks in one kernel, through memory that their GPUs "
+        "share, if they do; NCCL adds up the others.",
+        kind=bool,
+    )
     distributed_executor_backend: ExecutorBackend = option(
         AUTO,
         "Where steps run: local (in the engine's process; the default for one), or mp (a process "

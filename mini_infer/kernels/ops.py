@@ -52,6 +52,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.rms_norm(x, weight, eps)
 
 
+def sum_over_ranks(
+    part: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    mailboxes: Tensor,
+    turns: Tensor,
+    rank: int,
+) -> tuple[Tensor, Tensor | None]:
+    """See ``reference.sum_of_parts``: this rank's ``part``, and through ``mailboxes`` the others'.
+
+    There are mailboxes only where there are kernels.
+    """
+    kernels = gpu_kernels()
+    assert kernels is not None
+    arguments = part, residual, norm, mailboxes, turns, rank
+    result: tuple[Tensor, Tensor | None] = kernels.sum_over_ranks(*arguments)
+    return result
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See ``reference.silu_and_mul``."""
     if gate_up.is_cuda and (kernels := gpu_kernels()):

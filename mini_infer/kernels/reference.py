@@ -25,6 +25,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * scale).to(x.dtype) * weight
 
 
+def sum_of_parts(
+    parts: Tensor, residual: Tensor | None = None, norm: Norm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Adds up what each of N ranks has, ``parts [N, T, size]``: in float32, and rounded once.
+
+    ``residual [T, size]``, where given, is added to, in place. Returns the sum and its norm.
+    """
+    total = parts.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32))
+    total = total.to(parts.dtype) if residual is None else residual.copy_(residual + total)
+    return total, None if norm is None else rms_norm(total, *norm)
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
 ) -> Tensor:

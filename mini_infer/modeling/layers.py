@@ -67,7 +67,7 @@ class Linear(Layer):
         """``out [T, out]`` is where a GPU shall put the product, for a CUDA graph."""
         if self._packed is not None:
             return self._packed(x if norm is None else norm(x))
-        parameters = norm if norm is None else norm.parameters_for(x.dtype)
+        x, parameters = (x, None) if norm is None else norm.before_product(x)
         return ops.linear(x, *self._parameters_for(x.dtype), parameters, out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class GatedLinear(PackedLinear):
         """``silu(gate(norm(x))) * up(norm(x))``."""
         if self._packed is not None:
             return ops.silu_and_mul(self(x, norm))
-        parameters = norm if norm is None else norm.parameters_for(x.dtype)
+        x, parameters = (x, None) if norm is None else norm.before_product(x)
         return ops.gated_linear(x, *self._parameters_for(x.dtype), parameters)
 
 
@@ -146,6 +146,10 @@ class RMSNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
+
+    def before_product(self, x: Tensor) -> tuple[Tensor, Norm | None]:
+        """``x``, and the norm for the product to take along; or the norm of ``x``, and None."""
+        return x, self.parameters_for(x.dtype)
 
     def parameters_for(self, dtype: torch.dtype) -> Norm:
         """Weight and epsilon for arithmetic in ``dtype``: what a fused kernel takes."""

@@ -7,6 +7,7 @@ import time
 import torch
 
 from mini_infer.core.engine_config import EngineConfig
+from mini_infer.kernels import ops
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.dummy_source import DummySource
 from mini_infer.modeling.model_files import ModelFiles
@@ -39,6 +40,8 @@ def load_model(
     source = open_source(config, files, dtype)
     target = dtype, config.device, config.max_model_len + config.max_drafts_ahead
     if group.size > 1:
+        if config.custom_all_reduce and ops.gpu_kernels() is not None:
+            group.open_mailboxes(config.model_config.hidden_size, dtype)
         model = build_shard(shard, group, source, *target)
     else:
         model = build_model(config.model_config, source, *target)

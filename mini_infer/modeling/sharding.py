@@ -24,7 +24,9 @@ from mini_infer.core.errors import InvalidConfigError, UnsupportedModelError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
 from mini_infer.modeling.causal_lm import CausalLM
+from mini_infer.modeling.decoder_layer import DecoderLayer
 from mini_infer.modeling.layers import Embedding, Linear, RMSNorm, activation_dtype
+from mini_infer.modeling.rank_sums import NormAfterSum, RankSum
 from mini_infer.modeling.sharded_source import WHOLE, Cut, ShardedSource
 from mini_infer.modeling.weights import (
     WeightSource,
@@ -154,6 +156,7 @@ def build_shard(
     model.embed_tokens = VocabularyParallelEmbedding(model.embed_tokens, shard.vocabulary, group)
     model.lm_head = VocabularyParallelHead(model.lm_head, shard.whole.vocab_size, group)
     add_up_products(model, group)
+    _name_norms_after_sums(model)
     model.config = replace(shard.config, vocab_size=shard.whole.vocab_size)
     model.whole_config = shard.whole
     model.group = group
@@ -180,6 +183,28 @@ def add_up_products(model: nn.Module, group: TensorParallelGroup) -> None:
                 setattr(parent, name, RowParallelLinear(module, group))
 
 
+def _name_norms_after_sums(model: CausalLM) -> None:
+    """Tells the sums of the residual stream which norm each is for, where blocks are as usual."""
+    end: nn.Module = model.embed_tokens
+    for layer in model.layers:
+        if not isinstance(layer, DecoderLayer):
+            end = layer
+            continue
+        layer.input_layernorm = _norm_after(end, layer.input_layernorm)
+        attention_end = layer.self_attn.o_proj
+        layer.post_attention_layernorm = _norm_after(attention_end, layer.post_attention_layernorm)
+        end = layer.mlp.down_proj
+    if isinstance(model.norm, RMSNorm):
+        model.norm = _norm_after(end, model.norm)
+
+
+def _norm_after(end: nn.Module, norm: RMSNorm) -> RMSNorm:
+    if not isinstance(end, RowParallelLinear | VocabularyParallelEmbedding):
+        return norm
+    end.sum.norm_after = NormAfterSum(norm)
+    return end.sum.norm_after
+
+
 class RowParallelLinear(Linear):
     """A product whose columns are spread over the ranks: each has a part of every sum."""
 
@@ -189,15 +214,15 @@ class RowParallelLinear(Linear):
         self.weight = part.weight
         self.bias = part.bias if group.rank == 0 else None
         self._packed = None
-        self._group = group
+        self.sum = RankSum(group)
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None, out: Tensor | None = None) -> Tensor:
         """See ``Linear.forward``."""
-        return self._group.all_reduce_(super().forward(x, norm, out))
+        return self.sum.group.all_reduce_(super().forward(x, norm, out))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """See ``Linear.add_to``."""
-        return residual.add_(self.forward(x))
+        return self.sum(super().forward(x), residual)
 
 
 class VocabularyParallelEmbedding(Embedding):
@@ -207,14 +232,15 @@ class VocabularyParallelEmbedding(Embedding):
         """Takes over the rows of ``part``, which are those of ``tokens``."""
         nn.Module.__init__(self)
         self.weight = part.weight
-        self._tokens, self._group = tokens, group
+        self._tokens = tokens
+        self.sum = RankSum(group)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """See ``Embedding``: a sum of one rank's row and of nought from all others is exact."""
         here = (token_ids >= self._tokens.start) & (token_ids < self._tokens.stop)
         places = (token_ids - self._tokens.start).where(here, 0)
         rows = ops.embedding(places, self.weight).to(activation_dtype(self.weight))
-        return self._group.all_reduce_(rows.masked_fill_(~here[:, None], 0))
+        return self.sum(rows.masked_fill_(~here[:, None], 0))
 
 
 class VocabularyParallelHead(Linear):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mini_infer.core.errors import EngineDeadError
 from mini_infer.parallel.rendezvous import Rendezvous
+from mini_infer.parallel.symmetric_memory import Mailboxes, open_mailboxes
 
 COLLECTIVE_SECONDS = 6.0
 """How long ranks on a CPU wait for one that does not come. They do the same work at the same time,
@@ -34,6 +35,14 @@ class TensorParallelGroup:
 
     rank = 0
     size = 1
+    mailboxes: Mailboxes | None = None
+    """Through which ranks add up few rows in one kernel; see ``open_mailboxes``."""
+
+    def open_mailboxes(self, size: int, dtype: torch.dtype) -> None:
+        """Makes ``mailboxes`` for rows of ``size``, where GPUs reach each other's memory.
+
+        All ranks call it alike.
+        """
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """``x`` itself, now the sum of all ranks' ``x``."""
@@ -66,6 +75,11 @@ class DistributedGroup(TensorParallelGroup):
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self._device = rank, size, device
+
+    def open_mailboxes(self, size: int, dtype: torch.dtype) -> None:
+        if self._device.type == "cuda":
+            with _collective():
+                self.mailboxes = open_mailboxes(size, dtype, self._device)
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         with _collective():

@@ -2,7 +2,7 @@
 
 Each function has the arguments of its namesake in ``mini_infer.kernels.reference``;
 ``rotary_and_write_kv`` is three of those in one launch, ``decode_attention`` and
-``draft_attention`` those and attention.
+``draft_attention`` those and attention. ``sum_over_ranks`` is ``sum_of_parts`` of all ranks.
 ``draw`` and ``token_logprobs`` are what ``mini_infer.modeling.sampler`` does on a CPU.
 """
 
@@ -17,6 +17,7 @@ from mini_infer.kernels.triton.embedding import embedding
 from mini_infer.kernels.triton.flash_decoding import decode_attention
 from mini_infer.kernels.triton.logprobs import token_logprobs
 from mini_infer.kernels.triton.norm import rms_norm
+from mini_infer.kernels.triton.one_shot_all_reduce import sum_over_ranks
 from mini_infer.kernels.triton.publish import publish_
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
 from mini_infer.kernels.triton.sampling import draw
@@ -41,6 +42,7 @@ __all__ = [
     "rms_norm",
     "rotary_and_write_kv",
     "silu_and_mul",
+    "sum_over_ranks",
     "takes_drafts",
     "token_logprobs",
     "verify_inputs",
