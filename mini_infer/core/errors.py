@@ -82,6 +82,13 @@ class EngineDeadError(MiniInferError):
     """Seconds after which it is worth another try."""
 
 
+class ClusterResourcesError(MiniInferError):
+    """A cluster has less than an engine needs: says what it has, and what is needed. Later it may
+    have more."""
+
+    status = 503
+
+
 class UnavailableError(MiniInferError):
     """The server takes no new request now: too many wait, or it is shutting down."""
 

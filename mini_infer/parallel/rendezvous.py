@@ -38,3 +38,17 @@ class FolderRendezvous:
         from torch._C._distributed_c10d import FileStore
 
         return FileStore(str(self.folder / "ranks"), size)
+
+
+@dataclass(frozen=True)
+class AddressRendezvous:
+    """A store that the engine keeps at ``host:port``, for ranks of several hosts."""
+
+    host: str
+    port: int
+    interface: str | None
+
+    def store(self, size: int) -> "Store":
+        from torch._C._distributed_c10d import TCPStore
+
+        return TCPStore(self.host, self.port, size, is_master=False)

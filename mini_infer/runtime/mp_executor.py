@@ -71,8 +71,6 @@ class MultiProcessExecutor:
             EngineDeadError: a rank ended.
         """
         config, files = self._config, self._files
-        if config.device == "cpu":  # whose memory the ranks share
-            check_memory(config)
         self._ranks = self._start_ranks()
         try:
             for _ in self._answers():
@@ -133,6 +131,8 @@ class MultiProcessExecutor:
             self._ranks.close()
 
     def _start_ranks(self) -> Ranks:
+        if self._config.device == "cpu":  # whose memory the ranks share
+            check_memory(self._config)
         size = self._config.tensor_parallel_size
         return RankProcesses(size, max(1, torch.get_num_threads() // size))
 

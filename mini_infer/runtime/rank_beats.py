@@ -6,9 +6,18 @@ Not messages: nobody has to read them, and a rank that is stopped leaves none un
 import mmap
 import struct
 from pathlib import Path
+from typing import Protocol
 
 _COUNTER = struct.Struct("=q")
 _PER_RANK = 2 * _COUNTER.size
+
+
+class StepCounter(Protocol):
+    """The half of a rank's signs of life that its steps give."""
+
+    def finish_step(self, rank: int) -> None:
+        """``rank`` has launched all of a step, or failed to."""
+        ...
 
 
 class RankBeats:

@@ -23,7 +23,7 @@ import zmq
 from mini_infer.core.errors import DEBUG, EngineDeadError
 from mini_infer.parallel.rendezvous import FolderRendezvous, Rendezvous
 from mini_infer.runtime.engine_messages import Failure
-from mini_infer.runtime.rank_beats import RankBeats
+from mini_infer.runtime.rank_beats import RankBeats, StepCounter
 from mini_infer.runtime.rank_messages import (
     Costs,
     Done,
@@ -43,6 +43,7 @@ from mini_infer.runtime.rank_messages import (
 )
 
 if TYPE_CHECKING:
+    from mini_infer.modeling.model_files import ModelFiles
     from mini_infer.modeling.model_runner import ModelRunner
     from mini_infer.modeling.step_result import LocalStep, MaskedStep
 
@@ -63,32 +64,25 @@ def main() -> None:
     threading.Thread(target=_end_with_engine, args=(folder,), daemon=True).start()
     beats = RankBeats(folder / BEATS, size)
     threading.Thread(target=_beat, args=(beats, rank), daemon=True).start()
-    link = EngineLink(folder, rank)
-    exit_code = 0
-    try:
-        link.send(Up(rank))
-        RankWorker(rank, size, link, beats, FolderRendezvous(folder), gpu=rank).run()
-    except Exception as error:
-        if os.environ.get(DEBUG, "") not in ("", "0"):  # the engine has the error's text only
-            traceback.print_exc()
-        link.send(Failed(rank, Failure.of(error), _lost_another(error)))
-        exit_code = 1
-    link.close()
-    os._exit(exit_code)  # other ranks need not be there any more for a farewell
+    link = EngineLink(f"ipc://{folder}/{INBOX.format(rank)}", f"ipc://{folder}/{OUTBOX}")
+    worker = RankWorker(rank, size, link, beats, FolderRendezvous(folder), gpu=rank)
+    # Other ranks need not be there any more for a farewell.
+    os._exit(0 if worker.serve() else 1)
 
 
 class EngineLink:
     """Orders in, reports out; several threads may report."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, inbox: str, outbox: str) -> None:
+        """Addresses of ZeroMQ sockets that the engine has bound."""
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outbox = self._context.socket(zmq.PUSH)
-        for socket, name in ((self._inbox, INBOX.format(rank)), (self._outbox, OUTBOX)):
+        for socket, address in ((self._inbox, inbox), (self._outbox, outbox)):
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
-            socket.connect(f"ipc://{folder}/{name}")
+            socket.connect(address)
         self._sending = threading.Lock()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToRank).decode
@@ -119,7 +113,7 @@ class RankWorker:
         rank: int,
         size: int,
         link: EngineLink,
-        beats: RankBeats,
+        beats: StepCounter,
         rendezvous: Rendezvous,
         *,
         gpu: int,
@@ -134,8 +128,22 @@ class RankWorker:
         self._last_run = self._last_sampled = -1
         self._launched: queue.SimpleQueue[tuple[int, LocalStep | MaskedStep]] = queue.SimpleQueue()
 
-    def run(self) -> None:
-        """Returns after ``Stop``; raises what ends a rank."""
+    def serve(self) -> bool:
+        """Runs until the engine says so. Tells it of an error that ends the rank, and returns
+        whether there was none."""
+        error = None
+        try:
+            self._link.send(Up(self._rank))
+            self._run()
+        except Exception as raised:
+            error = raised
+            if os.environ.get(DEBUG, "") not in ("", "0"):  # the engine has the error's text only
+                traceback.print_exc()
+            self._link.send(Failed(self._rank, Failure.of(error), _lost_another(error)))
+        self._link.close()
+        return error is None
+
+    def _run(self) -> None:
         if self._rank == 0:
             threading.Thread(target=self._tell_results, daemon=True).start()
         while True:
@@ -161,7 +169,6 @@ class RankWorker:
     def _load(self, order: Load) -> None:
         import torch  # takes seconds: what comes before must not wait for it
 
-        from mini_infer.modeling.model_files import ModelFiles
         from mini_infer.modeling.model_runner import ModelRunner
         from mini_infer.parallel.group import join_ranks
         from mini_infer.runtime.local_executor import allocation_failures
@@ -171,10 +178,14 @@ class RankWorker:
             device = torch.device("cuda", self._gpu)
             torch.cuda.set_device(device)
         group = join_ranks(self._rank, self._size, device, self._rendezvous)
-        files = ModelFiles(Path(order.folder), Path(order.weights))
-        self._runner = ModelRunner(order.config, files, group)
+        self._runner = ModelRunner(order.config, self._locate(order), group)
         with allocation_failures():
             self._runner.load()
+
+    def _locate(self, order: Load) -> "ModelFiles":
+        from mini_infer.modeling.model_files import ModelFiles
+
+        return ModelFiles(Path(order.folder), Path(order.weights))
 
     def _count_blocks(self) -> int:
         from mini_infer.modeling.kernel_warm_up import compile_kernels
