@@ -63,6 +63,9 @@ class ScheduledBatch:
     masked: tuple[int, ...] = ()
     """Chunks that sample under a grammar, ascending. Such a step is submitted without its masks,
     and samples nothing before ``StepHandle.sample`` brings them."""
+    first_token_ids: tuple[int, ...] = ()
+    """Of each chunk, the token that it starts with, where the first stage of a pipeline has to be
+    told what the last one sampled; () where one device knows."""
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 AttentionBackend = Literal["torch", "triton", "flash_attn"]
-ExecutorBackend = Literal["local", "mp"]
+ExecutorBackend = Literal["local", "mp", "ray"]
 DEFAULT_MODEL = "smollm2-135m"
 MAX_NUM_SEQS = 2**16
 MAX_NUM_KV_BLOCKS = 2**24
@@ -107,6 +107,12 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1, "Processes, on a GPU each, that the layers of the model are cut for.", kind=int
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "Stages that the layers of the model are shared out to, of --tensor-parallel-size processes "
+        "each.",
+        kind=int,
+    )
     custom_all_reduce: bool = option(
         True,
         "Add up few rows of tensor-parallel ranks in one kernel, through memory that their GPUs "
@@ -115,9 +121,9 @@ class EngineConfig:
     )
     distributed_executor_backend: ExecutorBackend = option(
         AUTO,
-        "Where steps run: local (in the engine's process; the default for one), or mp (a process "
-        "each on this host).",
-        choices=("local", "mp"),
+        "Where steps run: local (in the engine's process; the default for one), mp (a process each "
+        "on this host), or ray (on the hosts of a Ray cluster).",
+        choices=("local", "mp", "ray"),
     )
     enforce_eager: bool = option(
         False,
@@ -137,6 +143,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "depth",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -154,11 +161,13 @@ class EngineConfig:
             raise InvalidConfigError(
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, got {self.max_num_seqs}"
             )
-        if self.tensor_parallel_size > 1 and self.distributed_executor_backend == "local":
-            raise InvalidConfigError(
-                f"a tensor_parallel_size of {self.tensor_parallel_size} needs as many processes: "
-                f"leave distributed_executor_backend at auto, or give mp"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(self, name)
+            if size > 1 and self.distributed_executor_backend == "local":
+                raise InvalidConfigError(
+                    f"a {name} of {size} needs as many processes: "
+                    f"leave distributed_executor_backend at auto, or give mp or ray"
+                )
         if self.depth > MAX_DEPTH:
             raise InvalidConfigError(f"depth must be at most {MAX_DEPTH}, got {self.depth}")
         if self.num_kv_blocks is not None and not 1 <= self.num_kv_blocks <= MAX_NUM_KV_BLOCKS:
@@ -173,6 +182,17 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) to max_model_len "
                 f"({self.max_model_len}) or lower max_model_len"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run a step together, on a GPU each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Do several stages share out the layers? Then steps in flight are those of different
+        requests, as each stage has another one."""
+        return self.pipeline_parallel_size > 1
 
     @property
     def max_step_tokens(self) -> int:

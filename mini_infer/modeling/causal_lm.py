@@ -12,6 +12,7 @@ from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.layers import Embedding, Linear, RMSNorm
 from mini_infer.modeling.profiling import layer_range
 from mini_infer.modeling.rotary import RotaryEmbedding
+from mini_infer.modeling.stage import Elsewhere, Stage, whole
 from mini_infer.parallel.group import SINGLE, TensorParallelGroup
 
 
@@ -28,8 +29,11 @@ class CausalLM(nn.Module, ABC):
     }
     """Name of a packed projection -> what a checkpoint calls its parts, in row order."""
 
-    def __init__(self, config: ModelConfig, max_model_len: int | None = None) -> None:
-        """``max_model_len`` bounds the positions; by default the config's own limit."""
+    def __init__(
+        self, config: ModelConfig, max_model_len: int | None = None, stage: Stage | None = None
+    ) -> None:
+        """``max_model_len`` bounds the positions; by default the config's own limit. What another
+        ``stage`` has is not here: by default there is one."""
         super().__init__()
         self.config = config
         self.whole_config = config
@@ -38,14 +42,19 @@ class CausalLM(nn.Module, ABC):
         """The ranks that have its parts. All of them call the model alike."""
         self.kv_layout = config.kv_layout
         self.rotary = RotaryEmbedding(config, max_model_len or config.max_position_embeddings)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.stage = stage or whole(config.num_layers)
+        """The layers that are here, and whether embedding and head are."""
+        if self.stage.has_table(config.tie_word_embeddings):
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            self.build_layer(config, layer) for layer in range(config.num_layers)
+            self.build_layer(config, layer) if layer in self.stage.layers else Elsewhere()
+            for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        if self.stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size)
+            if config.tie_word_embeddings:
+                self.lm_head.weight = self.embed_tokens.weight
 
     @abstractmethod
     def build_layer(self, config: ModelConfig, layer: int) -> nn.Module:

@@ -13,6 +13,7 @@ from mini_infer.modeling.dummy_source import DummySource
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.safetensors_source import SafetensorsSource
 from mini_infer.modeling.sharding import Shard, build_shard
+from mini_infer.modeling.stage import Stage
 from mini_infer.modeling.weight_memory import check_memory
 from mini_infer.modeling.weights import WeightSource, build_model
 from mini_infer.parallel.group import SINGLE, TensorParallelGroup
@@ -21,10 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    config: EngineConfig, files: ModelFiles, group: TensorParallelGroup = SINGLE
+    config: EngineConfig,
+    files: ModelFiles,
+    group: TensorParallelGroup = SINGLE,
+    stage: Stage | None = None,
 ) -> CausalLM:
-    """Builds the architecture, or the part of it that this rank of ``group`` has, and streams its
-    weights in, in ``config.dtype``.
+    """Builds the architecture, or the part of it that this rank of ``group`` has, or of its
+    ``stage``, and streams its weights in, in ``config.dtype``.
 
     Raises:
         OutOfMemoryError: the weights alone exceed the free memory.
@@ -32,17 +36,16 @@ def load_model(
     """
     begin = time.perf_counter()
     shard = Shard(config.model_config, group.rank, group.size)
-    if (
-        group.size == 1 or config.device == "cuda"
-    ):  # a CPU's ranks share its memory: see who starts them
-        check_memory(config, shard.config)
+    if config.num_ranks == 1 or config.device == "cuda":
+        # A CPU's ranks share its memory: see who starts them.
+        check_memory(config, shard.config, stage)
     dtype: torch.dtype = getattr(torch, config.dtype)
     source = open_source(config, files, dtype)
     target = dtype, config.device, config.max_model_len + config.max_drafts_ahead
-    if group.size > 1:
-        if config.custom_all_reduce and ops.gpu_kernels() is not None:
-            group.open_mailboxes(config.model_config.hidden_size, dtype)
-        model = build_shard(shard, group, source, *target)
+    if group.size > 1 and config.custom_all_reduce and ops.gpu_kernels() is not None:
+        group.open_mailboxes(config.model_config.hidden_size, dtype)
+    if group.size > 1 or stage is not None:
+        model = build_shard(shard, group, source, *target, stage)
     else:
         model = build_model(config.model_config, source, *target)
     if config.device == "cuda":

@@ -50,7 +50,8 @@ def num_blocks_beside_steps(runner: ModelRunner) -> int:
         OutOfMemoryError: not even one block is left.
     """
     config = runner.config
-    size = bytes_per_block(config, runner.model.kv_layout, runner.dtype)
+    num_layers = len(runner.model.layers)
+    size = bytes_per_block(config, runner.model.kv_layout, runner.dtype, num_layers)
     runner.init_cache(1)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

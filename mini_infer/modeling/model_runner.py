@@ -23,6 +23,7 @@ from mini_infer.modeling.proposers.load import load_device_proposer, load_draft
 from mini_infer.modeling.proposers.proposer import DeviceProposer, FollowingProposer
 from mini_infer.modeling.sampler import Sampler, SampleResult, mask_
 from mini_infer.modeling.speculative_step import SpeculativeSteps, StepRows, first_samples
+from mini_infer.modeling.stage import Stage
 from mini_infer.modeling.step_graphs import StepGraphs
 from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.step_result import (
@@ -48,6 +49,7 @@ class ModelRunner:
         """``group`` are the ranks that share the model: they execute the same steps."""
         self.config = config
         self.group = group
+        self.stage: Stage | None = None
         self.device = torch.device(config.device)
         self.caches: list[KVCache] = []
         self._files = files
@@ -61,16 +63,23 @@ class ModelRunner:
 
     def load(self) -> None:
         """Builds the model, what drafts for it if that has weights, and these on the device."""
-        self.model = load_model(self.config, self._files, self.group)
-        self._draft = load_draft(self.config, self.model)
-        self.state = DeviceState(self.config, self.device)
-        self.dtype = activation_dtype(self.model.embed_tokens.weight)
+        config = self.config
+        self.model = load_model(config, self._files, self.group, self.stage)
+        self._draft = load_draft(config, self.model)
+        self.state = DeviceState(config, self.device)
+        weight = torch.empty(0, dtype=getattr(torch, config.dtype), device=self.device)
+        self.dtype = activation_dtype(weight)
 
     def profile_num_blocks(self) -> int:
         """Number of KV blocks: what was asked for, or what fits beside the largest steps."""
         if self.config.num_kv_blocks is None and self.config.kv_cache_memory is None:
             return num_blocks_beside_steps(self)
-        return num_blocks_that_fit(self.config, self.model.kv_layout, self.dtype)
+        layout, num_layers = self.model.kv_layout, len(self.model.layers)
+        return num_blocks_that_fit(self.config, layout, self.dtype, num_layers)
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of what all ranks measured: who decides by the clock must decide alike."""
+        return self.group.slowest(seconds)
 
     def init_cache(self, num_blocks: int) -> None:
         """Makes each layer's ``k, v [num_blocks, block_size, num_kv_heads, head_dim]``, with a
@@ -80,7 +89,9 @@ class ModelRunner:
         self.proposer = self._follower = self._speculative = (
             None  # a profile's would stay beside the new one
         )
-        self.caches = allocate_kv_cache(config, layout, num_blocks + surplus, self.dtype)
+        self.caches = allocate_kv_cache(
+            config, layout, num_blocks + surplus, self.dtype, len(self.model.layers)
+        )
         if surplus:
             self.state.set_null_block(num_blocks)
         if config.speculates_on_device:

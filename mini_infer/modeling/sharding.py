@@ -28,6 +28,7 @@ from mini_infer.modeling.decoder_layer import DecoderLayer
 from mini_infer.modeling.layers import Embedding, Linear, RMSNorm, activation_dtype
 from mini_infer.modeling.rank_sums import NormAfterSum, RankSum
 from mini_infer.modeling.sharded_source import WHOLE, Cut, ShardedSource
+from mini_infer.modeling.stage import Stage
 from mini_infer.modeling.weights import (
     WeightSource,
     check_checkpoint,
@@ -144,30 +145,40 @@ def build_shard(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
+    stage: Stage | None = None,
 ) -> CausalLM:
-    """A rank's part of a model, ready for inference; it reads no other part of the checkpoint.
+    """A rank's part of a model, or of a ``stage`` of it, ready for inference; it reads no other
+    part of the checkpoint.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented, or has what can't be cut.
         WeightsError: the checkpoint does not fit it.
     """
     check_checkpoint(shard.whole, source)
-    model = empty_model(shard.config, dtype, device, max_model_len)
-    model.embed_tokens = VocabularyParallelEmbedding(model.embed_tokens, shard.vocabulary, group)
-    model.lm_head = VocabularyParallelHead(model.lm_head, shard.whole.vocab_size, group)
-    add_up_products(model, group)
-    _name_norms_after_sums(model)
+    model = empty_model(shard.config, dtype, device, max_model_len, stage)
+    here, tied = model.stage, shard.whole.tie_word_embeddings
+    if shard.size > 1:
+        if here.has_table(tied):
+            table = model.embed_tokens
+            model.embed_tokens = VocabularyParallelEmbedding(table, shard.vocabulary, group)
+        if here.is_last:
+            model.lm_head = VocabularyParallelHead(model.lm_head, shard.whole.vocab_size, group)
+        add_up_products(model, group)
+        _name_norms_after_sums(model)
     model.config = replace(shard.config, vocab_size=shard.whole.vocab_size)
     model.whole_config = shard.whole
     model.group = group
-    sharded = ShardedSource(source, shard.cut_of_model)
+    cut = shard.cut_of_model if shard.size > 1 else _whole
+    sharded = ShardedSource(source, lambda name: cut(name) if here.has(name, tied) else None)
     for name, place in checkpoint_places(model).items():
         if place.shape != sharded.shape(name):
             raise UnsupportedModelError(
                 f"{model.config.architecture} can't be cut for several ranks, as no rule of "
                 f"sharding.py fits {name}: use a tensor_parallel_size of 1"
             )
-    return fill_model(model, sharded)
+    fill_model(model, sharded)
+    model.layers = nn.ModuleList(model.layers[layer] for layer in here.layers)
+    return model
 
 
 def shard_of(model: CausalLM) -> Shard:
@@ -185,7 +196,7 @@ def add_up_products(model: nn.Module, group: TensorParallelGroup) -> None:
 
 def _name_norms_after_sums(model: CausalLM) -> None:
     """Tells the sums of the residual stream which norm each is for, where blocks are as usual."""
-    end: nn.Module = model.embed_tokens
+    end: nn.Module = getattr(model, "embed_tokens", model)
     for layer in model.layers:
         if not isinstance(layer, DecoderLayer):
             end = layer
@@ -194,7 +205,7 @@ def _name_norms_after_sums(model: CausalLM) -> None:
         attention_end = layer.self_attn.o_proj
         layer.post_attention_layernorm = _norm_after(attention_end, layer.post_attention_layernorm)
         end = layer.mlp.down_proj
-    if isinstance(model.norm, RMSNorm):
+    if model.stage.is_last and isinstance(model.norm, RMSNorm):
         model.norm = _norm_after(end, model.norm)
 
 
@@ -256,6 +267,11 @@ class VocabularyParallelHead(Linear):
     def forward(self, x: Tensor, norm: RMSNorm | None = None, out: Tensor | None = None) -> Tensor:
         """See ``Linear.forward``."""
         return self._group.all_gather_columns(super().forward(x, norm), self._vocab_size, out)
+
+
+def _whole(name: str) -> Cut:
+    """Of a model that is not cut."""
+    return WHOLE
 
 
 def _run(count: int, rank: int, size: int) -> range:

@@ -47,7 +47,7 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts | None:
         return None
     most = min(runner.config.max_num_seqs, runner.config.max_step_tokens)
     rows = tuple(sorted({min(count, most) for count in ROWS}))
-    if runner.graphs is not None:
+    if runner.graphs is not None and not runner.config.is_pipelined:
         costs = _of_replays(runner, runner.graphs, rows)
         return costs if speculation.on_device else replace(costs, host=_host_seconds(runner, costs))
     return _of_launches(runner, rows, speculation.num_speculative_tokens)
@@ -106,7 +106,7 @@ def _host_seconds(runner: ModelRunner, costs: StepCosts) -> float:
     context = min(CONTEXT, config.max_model_len - 1)
     runner.execute(_admissions(config, 1, context)).result()
     run = partial(_run, runner, _verification(1, context, most))
-    seconds = _seconds(run, runner.group.slowest)
+    seconds = _seconds(run, runner.slowest)
     _clean(runner)
     return max(0.0, seconds - costs.verify_seconds(1, most))
 
@@ -118,7 +118,7 @@ def _of_launches(runner: ModelRunner, rows: tuple[int, ...], most_drafts: int) -
     counts = tuple(sorted({0, 1, most_drafts}))
     verify: list[tuple[float, ...]] = []
     propose: list[tuple[float, ...]] = []
-    slowest = runner.group.slowest
+    slowest = runner.slowest
     begin = time.perf_counter()
     for num_rows in rows:
         if len(verify) >= 2 and slowest(time.perf_counter() - begin) > MOST_SECONDS:

@@ -19,8 +19,12 @@ from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.layers import Layer, PackedLinear
 from mini_infer.modeling.registry import model_class
+from mini_infer.modeling.stage import Stage, share_out
 
 NAMES_PER_MESSAGE = 8
+SAMPLER_COLUMNS = 512
+"""What sampling costs, as if the head had so many columns more: it reads a step's logits several
+times."""
 
 
 class WeightSource(Protocol):
@@ -116,14 +120,15 @@ def empty_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
+    stage: Stage | None = None,
 ) -> CausalLM:
-    """An architecture with uninitialised weights.
+    """An architecture with uninitialised weights, or what a ``stage`` has of it.
 
     Raises:
         UnsupportedModelError: the architecture is not implemented.
     """
     with _allocation(dtype, device):
-        return model_class(config.architecture)(config, max_model_len).eval()
+        return model_class(config.architecture)(config, max_model_len, stage).eval()
 
 
 def load_weights(model: CausalLM, source: WeightSource) -> Iterator[str]:
@@ -213,6 +218,21 @@ def _unfinished_layers(model: CausalLM) -> list[_UnfinishedLayer]:
         for module in reversed(list(model.modules()))
         if isinstance(module, Layer)
     ]
+
+
+def share_out_layers(config: ModelConfig, count: int) -> list[Stage]:
+    """The stages of a model that ``count`` devices share. A layer costs as much as it has weights;
+    so does the head, and the sampler behind it a bit more.
+
+    Raises:
+        UnsupportedModelError: the architecture is not implemented.
+        InvalidConfigError: there are fewer layers than stages.
+    """
+    model = empty_model(config, torch.float32, "meta", max_model_len=1)
+    costs = [sum(weight.numel() for weight in layer.parameters()) for layer in model.layers]
+    end = config.vocab_size * (config.hidden_size + SAMPLER_COLUMNS)
+    runs = share_out(costs, end, count)
+    return [Stage(index, count, run) for index, run in enumerate(runs)]
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mini_infer.core.errors import EngineDeadError
 from mini_infer.parallel.rendezvous import Rendezvous
@@ -71,36 +72,40 @@ SINGLE = TensorParallelGroup()
 
 
 class DistributedGroup(TensorParallelGroup):
-    """All processes of ``torch.distributed``: gloo on a CPU, NCCL on GPUs."""
+    """Processes of ``torch.distributed``: gloo on a CPU, NCCL on GPUs."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, processes: ProcessGroup | None = None
+    ) -> None:
+        """``processes`` are those of the group, in order; by default all."""
         self.rank, self.size, self._device = rank, size, device
+        self._processes = processes
 
     def open_mailboxes(self, size: int, dtype: torch.dtype) -> None:
         if self._device.type == "cuda":
-            with _collective():
-                self.mailboxes = open_mailboxes(size, dtype, self._device)
+            with collective():
+                self.mailboxes = open_mailboxes(size, dtype, self._device, self._processes)
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        with _collective():
-            dist.all_reduce(x)
+        with collective():
+            dist.all_reduce(x, group=self._processes)
         return x
 
     def all_gather_columns(self, x: Tensor, num_columns: int, out: Tensor | None = None) -> Tensor:
         parts = x.new_empty(self.size, *x.shape)
-        with _collective():
-            _all_gather(parts.view(-1, x.shape[1]), x.contiguous())
+        with collective():
+            _all_gather(parts.view(-1, x.shape[1]), x.contiguous(), group=self._processes)
         return side_by_side(parts, num_columns, out)
 
     def broadcast_(self, x: Tensor) -> Tensor:
-        with _collective():
-            dist.broadcast(x, src=0)
+        with collective():
+            dist.broadcast(x, group=self._processes, group_src=0)
         return x
 
     def slowest(self, seconds: float) -> float:
         longest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        with _collective():
-            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        with collective():
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._processes)
         return float(longest)
 
     def close(self) -> None:
@@ -130,11 +135,21 @@ def join_ranks(
     """
     if size == 1:
         return SINGLE
+    meet(rank, size, device, rendezvous)
+    return DistributedGroup(rank, size, device)
+
+
+def meet(rank: int, size: int, device: torch.device, rendezvous: Rendezvous) -> None:
+    """Makes all processes one of ``torch.distributed``'s groups.
+
+    Raises:
+        CollectiveError: they did not come.
+    """
     on_gpu = device.type == "cuda"
     if not on_gpu and rendezvous.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
     seconds = DEVICE_COLLECTIVE_SECONDS if on_gpu else COLLECTIVE_SECONDS
-    with _collective():
+    with collective():
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=rendezvous.store(size),
@@ -143,11 +158,10 @@ def join_ranks(
             timeout=timedelta(seconds=seconds),
             device_id=device if on_gpu else None,
         )
-    return DistributedGroup(rank, size, device)
 
 
 @contextmanager
-def _collective() -> Iterator[None]:
+def collective() -> Iterator[None]:
     """Gives a failed collective its type."""
     try:
         yield

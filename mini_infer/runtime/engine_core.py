@@ -38,7 +38,7 @@ class EngineCore:
         updates ◄──────── Scheduler.update ◄── StepHandle.result
 
     Depth 1 is synchronous; depth 2 schedules and launches a step before the last one's tokens are
-    known, which hides the host behind the device.
+    known, which hides the host behind the device. In a pipeline each stage has a step of its own.
     """
 
     def __init__(
@@ -182,11 +182,12 @@ class EngineCore:
         return refused
 
     def _sample_if_known(self) -> None:
-        """Lets the step that waits for its masks sample, once all tokens before it are known."""
-        if self._unsampled is None or len(self._in_flight) > 1:
+        """Lets the step that waits for its masks sample, once all tokens before it are known: in a
+        pipeline they are, as steps in flight have no request in common."""
+        if self._unsampled is None or (len(self._in_flight) > 1 and not self.config.is_pipelined):
             return
         handle, self._unsampled = self._unsampled, None
-        batch, _ = self._in_flight[0]
+        batch, _ = self._in_flight[-1]
         failed: Exception | None = _InterruptedError("while it sampled")
         try:
             handle.sample(self._grammars.masks(batch))
@@ -196,7 +197,7 @@ class EngineCore:
         finally:
             if failed is not None:
                 self._submit_failed = True
-                self._in_flight[0] = batch, _FailedStep(failed)
+                self._in_flight[-1] = batch, _FailedStep(failed)
 
     def _take_in_oldest(self) -> list[RequestUpdate]:
         batch, handle = self._in_flight[0]  # where it stays if Ctrl-C ends the wait

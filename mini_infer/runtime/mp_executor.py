@@ -36,12 +36,13 @@ from mini_infer.runtime.ranks import LAG_SECONDS, Ranks
 
 
 class MultiProcessExecutor:
-    """Implements ``Executor``: every rank gets every step, and rank 0 tells what it brought.
+    """Implements ``Executor``: every rank gets every step, and the first one of the last stage
+    tells what it brought.
 
     ::
 
         submit ──► Run ──► rank 0 ──► Result ──► result
-                     ├───► rank 1        all-reduces between the ranks,
+                     ├───► rank 1        all-reduces between the ranks of a stage,
                      └───► ...           in every layer
     """
 
@@ -54,7 +55,7 @@ class MultiProcessExecutor:
         self._failures: dict[int, dict[int, StepFailed]] = {}
         """By step and rank."""
         self._succeeded: deque[int] = deque(maxlen=2 * MAX_DEPTH)
-        """The last steps of which rank 0 has told the result."""
+        """The last steps of which the result was told."""
 
     @property
     def ranks(self) -> Ranks:
@@ -90,7 +91,7 @@ class MultiProcessExecutor:
         return next(
             message.costs
             for message in list(self._answers())
-            if isinstance(message, Costs) and message.rank == 0
+            if isinstance(message, Costs) and self.ranks.places[message.rank].tells_results
         )
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
@@ -108,15 +109,15 @@ class MultiProcessExecutor:
 
         Raises:
             EngineDeadError: a rank ended, or hangs, or failed where others did not.
-            Exception: what the step raised on every rank.
+            Exception: what the step raised on every rank of the last stage.
         """
         failed_at = None
         while number not in self._results:
             failures = self._failures.get(number, {})
-            if len(failures) == self.ranks.size:
+            if failures.keys() == self._sampling_ranks:
                 self._epoch += 1
                 del self._failures[number]
-                raise failures[0].failure.to_exception()
+                raise failures[min(failures)].failure.to_exception()
             if failures and failed_at is None:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > LAG_SECONDS:
@@ -133,8 +134,8 @@ class MultiProcessExecutor:
     def _start_ranks(self) -> Ranks:
         if self._config.device == "cpu":  # whose memory the ranks share
             check_memory(self._config)
-        size = self._config.tensor_parallel_size
-        return RankProcesses(size, max(1, torch.get_num_threads() // size))
+        size, num_stages = self._config.num_ranks, self._config.pipeline_parallel_size
+        return RankProcesses(size, max(1, torch.get_num_threads() // size), num_stages)
 
     def _order(self, order: ToRank) -> list[int]:
         """Sends an order and waits until all ranks have followed it; the blocks that they found."""
@@ -154,13 +155,21 @@ class MultiProcessExecutor:
             missing.remove(message.rank)
             yield message
 
+    @property
+    def _sampling_ranks(self) -> set[int]:
+        """Those of the last stage. A request can make nothing else fail."""
+        return {place.rank for place in self.ranks.places if place.is_in_last_stage}
+
     def _take_in(self, message: FromRank | None) -> None:
         match message:
             case Result():
                 self._results[message.number] = message.output
                 self._succeeded.append(message.number)
             case StepFailed():
-                self._failures.setdefault(message.number, {})[message.rank] = message
+                failures = self._failures.setdefault(message.number, {})
+                failures[message.rank] = message
+                if message.rank not in self._sampling_ranks:
+                    self._fail_apart({message.rank: message})
             case Failed() if message.lost_another:
                 for failures in self._failures.values():
                     self._fail_apart(failures)

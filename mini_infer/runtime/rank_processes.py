@@ -33,9 +33,9 @@ class RankProcesses(Ranks):
     pipe as its standard input, which ends with this process.
     """
 
-    def __init__(self, size: int, num_threads: int) -> None:
+    def __init__(self, size: int, num_threads: int, num_stages: int = 1) -> None:
         """Starts the processes; each may use ``num_threads`` of a CPU's."""
-        super().__init__(size)
+        super().__init__(size, num_stages)
         # For this user only. The path of a socket has some 100 bytes.
         is_long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES
         self._folder = Path(tempfile.mkdtemp(prefix="mini-infer-", dir="/tmp" if is_long else None))
@@ -74,7 +74,7 @@ class RankProcesses(Ranks):
         )
 
     def name(self, rank: int) -> str:
-        return f"rank {rank}"
+        return str(self.places[rank])
 
     def _killed(self) -> int | None:
         return self._first_with(lambda code: code not in (None, *OWN_ENDS))

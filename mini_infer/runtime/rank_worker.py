@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import DEBUG, EngineDeadError
+from mini_infer.parallel.rank_place import RankPlace
 from mini_infer.parallel.rendezvous import FolderRendezvous, Rendezvous
 from mini_infer.runtime.engine_messages import Failure
 from mini_infer.runtime.rank_beats import RankBeats, StepCounter
@@ -43,6 +45,8 @@ from mini_infer.runtime.rank_messages import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from mini_infer.modeling.model_files import ModelFiles
     from mini_infer.modeling.model_runner import ModelRunner
     from mini_infer.modeling.step_result import LocalStep, MaskedStep
@@ -105,8 +109,8 @@ class EngineLink:
 
 
 class RankWorker:
-    """Obeys the link. One thread launches steps; on rank 0 another one waits for their results, so
-    that the next step is launched meanwhile."""
+    """Obeys the link. One thread launches steps; on the rank that tells their results another one
+    waits for these, so that the next step is launched meanwhile."""
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class RankWorker:
         self._rank, self._size = rank, size
         self._link, self._beats = link, beats
         self._rendezvous, self._gpu = rendezvous, gpu
+        self._place = RankPlace(rank, size, 1)
         self._runner: ModelRunner
         self._unsampled: MaskedStep | None = None
         self._failed_epoch = -1
@@ -144,8 +149,6 @@ class RankWorker:
         return error is None
 
     def _run(self) -> None:
-        if self._rank == 0:
-            threading.Thread(target=self._tell_results, daemon=True).start()
         while True:
             order = self._link.receive()
             match order:
@@ -169,18 +172,38 @@ class RankWorker:
     def _load(self, order: Load) -> None:
         import torch  # takes seconds: what comes before must not wait for it
 
-        from mini_infer.modeling.model_runner import ModelRunner
-        from mini_infer.parallel.group import join_ranks
         from mini_infer.runtime.local_executor import allocation_failures
 
-        device = torch.device(order.config.device)
+        config = order.config
+        device = torch.device(config.device)
         if device.type == "cuda":
             device = torch.device("cuda", self._gpu)
             torch.cuda.set_device(device)
-        group = join_ranks(self._rank, self._size, device, self._rendezvous)
-        self._runner = ModelRunner(order.config, self._locate(order), group)
+        files = self._locate(order)
+        self._place = RankPlace(
+            self._rank, config.tensor_parallel_size, config.pipeline_parallel_size
+        )
+        self._runner = self._new_runner(config, files, device)
+        if self._place.tells_results:
+            threading.Thread(target=self._tell_results, daemon=True).start()
         with allocation_failures():
             self._runner.load()
+
+    def _new_runner(
+        self, config: EngineConfig, files: "ModelFiles", device: "torch.device"
+    ) -> "ModelRunner":
+        """Meets the other ranks."""
+        if not config.is_pipelined:
+            from mini_infer.modeling.model_runner import ModelRunner
+            from mini_infer.parallel.group import join_ranks
+
+            group = join_ranks(self._rank, self._size, device, self._rendezvous)
+            return ModelRunner(config, files, group)
+        from mini_infer.modeling.stage_runner import StageRunner
+        from mini_infer.parallel.pipeline import join_stages
+
+        group, link = join_stages(self._place, device, self._rendezvous)
+        return StageRunner(config, files, group, link, self._place.stage)
 
     def _locate(self, order: Load) -> "ModelFiles":
         from mini_infer.modeling.model_files import ModelFiles
@@ -214,16 +237,26 @@ class RankWorker:
         if self._is_repeated(order):
             return
         if order.epoch == self._failed_epoch:
+            if isinstance(order, Run):
+                self._drop(order)
             self._link.send(StepFailed(self._rank, order.number, Failure("StepError", REFUSED)))
-            return
-        try:
-            self._launch(order)
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            self._failed_epoch = order.epoch
-            self._link.send(StepFailed(self._rank, order.number, Failure.of(error)))
+        else:
+            try:
+                self._launch(order)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                self._failed_epoch = order.epoch
+                self._link.send(StepFailed(self._rank, order.number, Failure.of(error)))
         self._beats.finish_step(self._rank)
+
+    def _drop(self, order: Run) -> None:
+        """The stage before has not heard of a failure, and sends what it computes."""
+        if self._place.stage > 0:
+            from mini_infer.modeling.stage_runner import StageRunner
+
+            assert isinstance(self._runner, StageRunner)
+            self._runner.receive(order.batch)
 
     def _launch(self, order: Run | Sample) -> None:
         if isinstance(order, Sample):
@@ -242,7 +275,7 @@ class RankWorker:
             self._tell(order.number, launched)
 
     def _tell(self, number: int, step: "LocalStep | MaskedStep") -> None:
-        if self._rank == 0:
+        if self._place.tells_results:
             self._launched.put((number, step))
 
     def _tell_results(self) -> None:

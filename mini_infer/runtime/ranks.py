@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from mini_infer.core.errors import EngineDeadError
+from mini_infer.parallel.rank_place import RankPlace
 from mini_infer.runtime.rank_messages import Failed, FromRank, Stop, ToRank
 
 POLL_MS = 50
@@ -49,10 +50,11 @@ class Ranks(ABC):
     Not thread-safe.
     """
 
-    def __init__(self, size: int) -> None:
-        """Makes the sockets, which the subclass binds, before it starts ``size`` ranks and calls
-        ``_watch_anew``."""
+    def __init__(self, size: int, num_stages: int = 1) -> None:
+        """Makes the sockets, which the subclass binds, before it starts ``size`` ranks, in
+        ``num_stages`` of a pipeline, and calls ``_watch_anew``."""
         self.size = size
+        self.places = [RankPlace(rank, size // num_stages, num_stages) for rank in range(size)]
         self._beats: Beats
         self._reason: str | None = None
         self._encode = msgspec.msgpack.Encoder().encode

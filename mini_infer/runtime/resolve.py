@@ -67,6 +67,10 @@ def resolve_core(options: Mapping[str, Any]) -> tuple[EngineConfig, Executor]:
         from mini_infer.runtime.mp_executor import MultiProcessExecutor
 
         return config, MultiProcessExecutor(config, files)
+    if config.distributed_executor_backend == "ray":
+        from mini_infer.runtime.ray_executor import RayExecutor
+
+        return config, RayExecutor(config, files)
     from mini_infer.runtime.local_executor import LocalExecutor  # torch: only once there is a model
 
     return config, LocalExecutor(config, files)
@@ -164,6 +168,7 @@ def _dry_run_core(given: dict[str, Any]) -> tuple[EngineConfig, Executor]:
     model_config = dry_run_model_config()
     given |= {"device": "cpu", "dtype": "float32", "attention_backend": "torch"}
     given |= {"load_format": "dummy", "tensor_parallel_size": 1}  # no weights to spread
+    given["pipeline_parallel_size"] = 1
     given["distributed_executor_backend"] = "local"
     if given["served_model_name"] == AUTO and given["model"] == DEFAULT_MODEL:
         given["served_model_name"] = DRY_RUN_NAME  # nobody should take it for the model
@@ -272,7 +277,8 @@ def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:
     if given["max_num_seqs"] == AUTO:
         given["max_num_seqs"] = NUM_SEQS[given["device"]]
     if given["depth"] == AUTO:
-        given["depth"] = PIPELINE_DEPTH[given["device"]]
+        num_stages = given["pipeline_parallel_size"]
+        given["depth"] = num_stages if num_stages > 1 else PIPELINE_DEPTH[given["device"]]
     if given["max_num_batched_tokens"] == AUTO:
         budget = CHUNK_TOKENS[given["device"]]
         if not given["enable_chunked_prefill"]:

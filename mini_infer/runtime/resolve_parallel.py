@@ -1,6 +1,7 @@
 """How many processes run a model's steps, and whether they can: asked before anything loads."""
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 from mini_infer.core.engine_config import AUTO
@@ -9,6 +10,7 @@ from mini_infer.core.model_config import ModelConfig
 
 PACKAGES = {"zmq": "pyzmq", "msgspec": "msgspec"}
 """Module to package of what processes need to talk."""
+RAY_PACKAGES = {"ray": "'mini-infer[ray]'"}
 
 
 def resolve_ranks(given: dict[str, Any], model_config: ModelConfig) -> None:
@@ -19,20 +21,25 @@ def resolve_ranks(given: dict[str, Any], model_config: ModelConfig) -> None:
             package that is missing.
     """
     size: int = given["tensor_parallel_size"]
+    num_stages: int = given["pipeline_parallel_size"]
     if given["distributed_executor_backend"] == AUTO:
-        given["distributed_executor_backend"] = "mp" if size > 1 else "local"
-    if size < 1 or given["distributed_executor_backend"] == "local":
+        given["distributed_executor_backend"] = "mp" if max(size, num_stages) > 1 else "local"
+    if min(size, num_stages) < 1 or given["distributed_executor_backend"] == "local":
         return  # EngineConfig refuses what can't be
     from mini_infer.modeling.sharding import check_divides
+    from mini_infer.modeling.weights import share_out_layers
 
     check_divides(model_config, size)
-    _check_packages()
-    if given["device"] == "cuda":
-        _check_gpus(size)
+    if num_stages > 1:
+        share_out_layers(model_config, num_stages)
+    on_ray = given["distributed_executor_backend"] == "ray"
+    _check_packages(PACKAGES | RAY_PACKAGES if on_ray else PACKAGES)
+    if given["device"] == "cuda" and not on_ray:  # which knows what its hosts have
+        _check_gpus(size, num_stages)
 
 
-def _check_packages() -> None:
-    missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
+def _check_packages(packages: Mapping[str, str]) -> None:
+    missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
     if missing:
         raise InvalidConfigError(
             f"processes that share a model need {' and '.join(missing)}: "
@@ -40,12 +47,17 @@ def _check_packages() -> None:
         )
 
 
-def _check_gpus(size: int) -> None:
+def _check_gpus(size: int, num_stages: int) -> None:
     import torch
 
     count = torch.cuda.device_count()
-    if count < size:
+    asked = f"tensor_parallel_size {size} needs as many GPUs"
+    if num_stages > 1:
+        asked = (
+            f"pipeline_parallel_size {num_stages} with tensor_parallel_size {size} needs "
+            f"{num_stages * size} GPUs"
+        )
+    if count < size * num_stages:
         raise InvalidConfigError(
-            f"tensor_parallel_size {size} needs as many GPUs, torch sees {count}: lower it, or "
-            f"show more GPUs (CUDA_VISIBLE_DEVICES)"
+            f"{asked}, torch sees {count}: lower it, or show more GPUs (CUDA_VISIBLE_DEVICES)"
         )

@@ -29,6 +29,7 @@ from mini_infer.runtime.request_queues import RequestQueues
 from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS
 from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
+from mini_infer.runtime.turns import whose_turn
 
 if TYPE_CHECKING:
     from mini_infer.core.step_costs import StepCosts
@@ -64,6 +65,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._speculation = _speculation(config, events, costs)
         self._places = Places(config.max_num_seqs, self._queues, self.cache, self.policy, events)
+        self._pipelined = config.is_pipelined
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._failures: list[RequestUpdate] = []
         self._num_arrivals = 0
@@ -127,7 +129,7 @@ class Scheduler:
         if not self._requests:
             return None
         num_decoding = self._queues.count(RequestState.DECODING)
-        if self._in_flight and self._speculation and self._speculation.waits(num_decoding):
+        if self._waits and self._speculation and self._speculation.waits(num_decoding):
             return None
         plan = StepPlan(budget=self.config.max_num_batched_tokens)
         self._displace(plan)
@@ -157,7 +159,7 @@ class Scheduler:
     def _planned(self, plan: StepPlan) -> ScheduledBatch | None:
         if not plan.chunks:
             return None
-        batch = plan.to_batch(self._num_steps)
+        batch = plan.to_batch(self._num_steps, self._pipelined)
         self._num_steps += 1
         self._in_flight.append((batch.step_id, plan.requests))
         if self.events.wants(ChunkScheduled):
@@ -218,16 +220,23 @@ class Scheduler:
 
     # -- how a step is put together
 
+    @property
+    def _waits(self) -> bool:
+        """Are there tokens in flight that the next step could need?"""
+        return bool(self._in_flight) and not self._pipelined
+
     def _schedule_decoding(self, plan: StepPlan) -> None:
         """In most steps each request here gets one more token, in a block that it has: that case
         is written out, as it is what a step of hundreds of requests costs."""
         decoding = RequestState.DECODING
         requests = self._queues.running(decoding)
+        if self._pipelined:
+            requests = whose_turn(requests, self.config.depth)
         drafting = self._speculation is not None and self._speculation.plan_step(
             requests,
             self._queues.count(RequestState.PREFILLING),
             bool(self._places.free_slots) and self._queues.next_outside() is not None,
-            bool(self._in_flight),
+            self._waits,
         )
         for request in requests:
             start = request.num_computed_tokens

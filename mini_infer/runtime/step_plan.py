@@ -83,8 +83,13 @@ class StepPlan:
         yield
         self.budget += kept
 
-    def to_batch(self, step_id: int) -> ScheduledBatch:
-        return ScheduledBatch(step_id, tuple(self.chunks), tuple(self.admissions))
+    def to_batch(self, step_id: int, pipelined: bool = False) -> ScheduledBatch:
+        first_token_ids: tuple[int, ...] = ()
+        if pipelined:
+            pairs = zip(self.chunks, self.requests, strict=True)
+            first_token_ids = tuple(r.token_ids[chunk.num_computed_tokens] for chunk, r in pairs)
+        chunks, admissions = tuple(self.chunks), tuple(self.admissions)
+        return ScheduledBatch(step_id, chunks, admissions, first_token_ids=first_token_ids)
 
 
 def emit_chunks(batch: ScheduledBatch, events: EventStream) -> None:

@@ -1,6 +1,7 @@
-"""Ranks of a tensor-parallel model as threads of one process: real shards, runners and steps, and a
-group without sockets."""
+"""Ranks of a model, in one stage or in several, as threads of one process: real shards, runners and
+steps, and groups without sockets."""
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +16,18 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.step_costs import StepCosts
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
+from mini_infer.modeling.stage_runner import StageRunner
 from mini_infer.modeling.step_cost_profile import measure_step_costs
 from mini_infer.modeling.step_result import MaskedStep
 from mini_infer.parallel.group import TensorParallelGroup, side_by_side
+from mini_infer.parallel.pipeline import StageLink
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.executor import StepHandle
 from tests.runtime.fake_executor import make_config
 
 T = TypeVar("T")
+Pipe = queue.SimpleQueue[Tensor]
 PATIENCE = 20.0
 
 
@@ -66,16 +70,46 @@ class ThreadGroup(TensorParallelGroup):
         return max(self._meeting.exchange(self.rank, seconds))
 
 
+class ThreadLink(StageLink):
+    def __init__(self, meeting: Meeting, rank: int, before: Pipe | None, behind: Pipe) -> None:
+        self._meeting, self._rank = meeting, rank
+        self._before, self._behind = before, behind
+
+    def receive_(self, x: Tensor) -> Tensor:
+        assert self._before is not None
+        sent = self._before.get(timeout=PATIENCE)
+        assert sent.shape == x.shape
+        return x.copy_(sent)
+
+    def send(self, x: Tensor) -> None:
+        self._behind.put(x)
+
+    def slowest(self, seconds: float) -> float:
+        return max(self._meeting.exchange(self._rank, seconds))
+
+
 class RankThreads:
     """Implements ``Executor``."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles | None = None) -> None:
         files = files or ModelFiles(Path("unused"), Path("unused"))
-        self.size = config.tensor_parallel_size
-        self.meeting = Meeting(self.size)
-        self.groups = [ThreadGroup(self.meeting, rank, self.size) for rank in range(self.size)]
-        self.runners = [ModelRunner(config, files, group) for group in self.groups]
-        self._threads = ThreadPoolExecutor(self.size)
+        size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+        self.meetings = [Meeting(size) for _ in range(num_stages)]
+        self.groups = [
+            ThreadGroup(meeting, rank, size) for meeting in self.meetings for rank in range(size)
+        ]
+        self.runners: list[ModelRunner] = []
+        self._meeting_of_all = Meeting(config.num_ranks)
+        pipes: list[Pipe] = [queue.SimpleQueue() for _ in self.groups]
+        for rank, group in enumerate(self.groups):
+            if num_stages == 1:
+                self.runners.append(ModelRunner(config, files, group))
+                continue
+            before = pipes[rank - size] if rank >= size else None
+            link = ThreadLink(self._meeting_of_all, rank, before, pipes[rank])
+            self.runners.append(StageRunner(config, files, group, link, rank // size))
+        self._tells = (num_stages - 1) * size
+        self._threads = ThreadPoolExecutor(config.num_ranks)
 
     def start(self) -> int:
         # Side by side, as they compare a draft head's target. Torch's default dtype is the
@@ -87,18 +121,18 @@ class RankThreads:
         return num_blocks
 
     def step_costs(self) -> StepCosts | None:
-        return self._all(measure_step_costs)[0]
+        return self._all(measure_step_costs)[self._tells]
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         handles = self._all(lambda runner: runner.execute(batch))
-        return _Masked(self, handles) if batch.masked else handles[0]
+        return _Masked(self, handles) if batch.masked else handles[self._tells]
 
     def shutdown(self) -> None:
         self._threads.shutdown()
 
     def assert_same_logits(self) -> None:
-        """Bitwise, on all ranks, of all steps so far."""
-        first, *others = (group.logits for group in self.groups)
+        """Bitwise, on all ranks of the last stage, of all steps so far."""
+        first, *others = (group.logits for group in self.groups[self._tells :])
         for logits in others:
             assert len(logits) == len(first) > 0
             assert all(map(torch.equal, logits, first))
@@ -108,13 +142,14 @@ class RankThreads:
             try:
                 return work(runner)
             except BaseException:
-                self.meeting.barrier.abort()
+                for meeting in (*self.meetings, self._meeting_of_all):
+                    meeting.barrier.abort()
                 raise
 
         futures = [self._threads.submit(guarded, runner) for runner in self.runners]
         failures = [error for future in futures if (error := future.exception()) is not None]
         for error in failures:
-            if not isinstance(error, threading.BrokenBarrierError):
+            if not isinstance(error, threading.BrokenBarrierError | queue.Empty):
                 raise error
         return [future.result() for future in futures]
 
@@ -132,7 +167,7 @@ class _Masked:
         self._ranks._all(sample)
 
     def result(self) -> Any:
-        return self._handles[self._ranks.runners[0]].result()
+        return self._handles[self._ranks.runners[self._ranks._tells]].result()
 
 
 def sharded_engine(files: ModelFiles | None = None, **options: object) -> LLMEngine:

@@ -1,0 +1,115 @@
+"""A stage of a pipeline: a runner that receives hidden states, runs its layers, and sends them on.
+
+::
+
+    first stage    tokens ─► embedding ─► layers ─► send
+    others                     receive ─► layers ─► send
+    last stage                 receive ─► layers ─► head ─► sampler: a ``ModelRunner``'s step
+
+The engine has as many steps in flight as there are stages, of different requests, so that each
+stage has one. All stages get the same batches in the same order, so each knows what comes next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
+from mini_infer.modeling.layers import Embedding
+from mini_infer.modeling.model_files import ModelFiles
+from mini_infer.modeling.model_runner import ModelRunner
+from mini_infer.modeling.profiling import step_range
+from mini_infer.modeling.step_layout import StepLayout
+from mini_infer.modeling.step_result import LocalStep, MaskedStep, device_failures
+from mini_infer.modeling.upload import to_device
+from mini_infer.modeling.weights import share_out_layers
+from mini_infer.parallel.group import TensorParallelGroup
+from mini_infer.parallel.pipeline import StageLink
+
+
+class HiddenStates(Embedding):
+    """In place of an embedding: what came from the stage before."""
+
+    def __init__(self, received: Tensor) -> None:
+        """``received [N, hidden]`` holds a step's tokens in their order."""
+        nn.Module.__init__(self)
+        self._received = received
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """``[T] -> [T, hidden]``: a copy, which layers may overwrite."""
+        return self._received[: len(token_ids)].clone()
+
+
+class StageRunner(ModelRunner):
+    """The runner of a rank in one of several stages."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        group: TensorParallelGroup,
+        link: StageLink,
+        index: int,
+    ) -> None:
+        """``group`` are the ranks of this stage, the one at ``index``; ``link`` is the way to its
+        neighbours."""
+        super().__init__(config, files, group)
+        self.stage = share_out_layers(config.model_config, config.pipeline_parallel_size)[index]
+        self._here, self._link = self.stage, link
+
+    def load(self) -> None:
+        """See ``ModelRunner.load``."""
+        super().load()
+        config = self.config
+        self._hidden = torch.zeros(
+            max(config.max_step_tokens, config.max_num_seqs),
+            config.model_config.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        if not self._here.is_first:
+            self.model.embed_tokens = HiddenStates(self._hidden)
+
+    def slowest(self, seconds: float) -> float:
+        """See ``ModelRunner.slowest``."""
+        return self._link.slowest(seconds)
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
+        """See ``ModelRunner.execute``. A step of a stage before the last brings nothing.
+
+        Raises:
+            CollectiveError: a neighbour is gone.
+        """
+        with device_failures():
+            self.receive(batch)
+            if self._here.is_last:
+                return super().execute(batch)
+            with step_range(batch):
+                self.state.take_in(batch)
+                layout = StepLayout.of(batch)
+                if self._here.is_first and batch.first_token_ids:
+                    self._take_in_first_tokens(layout, batch.first_token_ids)
+                self._link.send(self._run_layers(layout))
+                step = LocalStep(batch, self.state.params_by_slot, None, (), self.device)
+                return MaskedStep(lambda masks: step) if batch.masked else step
+
+    def receive(self, batch: ScheduledBatch) -> None:
+        """Takes in what the stage before has sent for a step, to run it or to drop it."""
+        if not self._here.is_first:
+            self._link.receive_(self._hidden[: batch.num_tokens])
+
+    def _take_in_first_tokens(self, layout: StepLayout, token_ids: tuple[int, ...]) -> None:
+        """Writes the tokens that chunks start with: the last stage sampled some of them."""
+        table = self.state.token_table
+        packed = np.array([layout.slots, layout.starts, token_ids], dtype=np.int64)
+        packed[1] += packed[0] * table.shape[1]
+        places, values = to_device(packed[1:], self.device)
+        table.view(-1).index_copy_(0, places, values.to(table.dtype))
+
+    def _run_layers(self, layout: StepLayout) -> Tensor:
+        """The residual stream ``[T, hidden]`` behind this stage's layers."""
+        return self._forward(self.state.lay_out(layout), None)

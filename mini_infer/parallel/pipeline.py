@@ -1,0 +1,116 @@
+"""How hidden states get from one stage of a pipeline to the next.
+
+A rank sends to the one of the same place in the next stage: with tensor parallelism all ranks of a
+stage have the same hidden states, so nothing has to be put together.
+
+Nothing tells a receiver what comes: both ends know it from the ``ScheduledBatch`` that they have.
+"""
+
+from collections import deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mini_infer.parallel.group import (
+    SINGLE,
+    DistributedGroup,
+    TensorParallelGroup,
+    collective,
+    meet,
+)
+from mini_infer.parallel.rank_place import RankPlace
+from mini_infer.parallel.rendezvous import Rendezvous
+
+STAGE_SECONDS = 600.0
+"""How long a stage waits for the one before it, which may have a long step: that it does not hang
+is seen by who watches the ranks."""
+MOST_UNSENT = 8
+"""Steps that a stage may be ahead of the next one, at most; an engine has fewer in flight."""
+
+
+class StageLink:
+    """Of a stage without neighbours."""
+
+    def receive_(self, x: Tensor) -> Tensor:
+        """``x`` itself, now with what the stage before sent."""
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Sends ``x`` to the next stage, without waiting. It must not be written to any more."""
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of what the ranks of all stages measured."""
+        return seconds
+
+
+class DistributedLink(StageLink):
+    """Point to point, between processes of ``torch.distributed``.
+
+    A group of two for each pair of neighbours, and so on GPUs a communicator and a stream: what
+    comes does not wait for what goes, nor either for a stage's sums.
+    """
+
+    def __init__(
+        self,
+        world: DistributedGroup,
+        before: ProcessGroup | None,
+        behind: ProcessGroup | None,
+    ) -> None:
+        """``before`` and ``behind``: this rank and its neighbour, if it has one there."""
+        self._world, self._before, self._behind = world, before, behind
+        self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def receive_(self, x: Tensor) -> Tensor:
+        if self._before is not None:
+            with collective():
+                work = dist.irecv(x, group=self._before, group_src=0)
+                assert work is not None
+                work.wait()  # on a GPU it is the stream that waits
+        return x
+
+    def send(self, x: Tensor) -> None:
+        if self._behind is None:
+            return
+        with collective():
+            work = dist.isend(x, group=self._behind, group_dst=1)
+            assert work is not None
+            self._unsent.append((work, x))  # which lives until it is sent
+            while self._unsent and self._may_forget():
+                self._unsent.popleft()[0].wait()
+
+    def _may_forget(self) -> bool:
+        """Is the oldest of what was sent there, or should it be?"""
+        return len(self._unsent) > MOST_UNSENT or self._unsent[0][0].is_completed()
+
+    def slowest(self, seconds: float) -> float:
+        return self._world.slowest(seconds)
+
+
+def join_stages(
+    place: RankPlace, device: torch.device, rendezvous: Rendezvous
+) -> tuple[TensorParallelGroup, StageLink]:
+    """Meets the ranks of all stages: those of this rank's own, and the way to its neighbours.
+
+    Raises:
+        CollectiveError: they did not come.
+    """
+    meet(place.rank, place.size, device, rendezvous)
+    world = DistributedGroup(place.rank, place.size, device)
+    size, count = place.stage_size, place.num_stages
+    group: TensorParallelGroup = SINGLE
+    before = behind = None
+    with collective():  # every rank makes every group, in the same order
+        for stage in range(count) if size > 1 else ():
+            processes = dist.new_group([stage * size + index for index in range(size)])
+            if stage == place.stage:
+                group = DistributedGroup(place.rank_in_stage, size, device, processes)
+        for first in range(size * (count - 1)):
+            pair = dist.new_group([first, first + size], timedelta(seconds=STAGE_SECONDS))
+            if place.rank == first:
+                behind = pair
+            elif place.rank == first + size:
+                before = pair
+    return group, DistributedLink(world, before, behind)
