@@ -109,8 +109,8 @@ class EngineConfig:
     )
     pipeline_parallel_size: int = option(
         1,
-        "Stages that the layers of the model are shared out to, of --tensor-parallel-size processes "
-        "each.",
+        "Stages that the layers of the model are shared out to, each of --tensor-parallel-size "
+        "processes.",
         kind=int,
     )
     custom_all_reduce: bool = option(
@@ -168,6 +168,13 @@ class EngineConfig:
                     f"a {name} of {size} needs as many processes: "
                     f"leave distributed_executor_backend at auto, or give mp or ray"
                 )
+        speculation, num_stages = self.speculative_config, self.pipeline_parallel_size
+        if num_stages > 1 and speculation is not None and speculation.on_device:
+            raise InvalidConfigError(
+                f"speculative_config: {speculation.method} drafts where the model is, and with a "
+                f"pipeline_parallel_size of {num_stages} no device has all of it: use ngram or a "
+                f"class of yours on the host, or tensor_parallel_size in place of stages"
+            )
         if self.depth > MAX_DEPTH:
             raise InvalidConfigError(f"depth must be at most {MAX_DEPTH}, got {self.depth}")
         if self.num_kv_blocks is not None and not 1 <= self.num_kv_blocks <= MAX_NUM_KV_BLOCKS:

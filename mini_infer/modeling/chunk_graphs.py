@@ -229,10 +229,14 @@ class ChunkGraphs:
             context_lens=(config.max_model_len,) * num_rows,
             backend=config.attention_backend,
         )
-        hidden = self._model(token_ids, positions, self._caches, meta, meta.last_tokens())
-        self._hidden[:num_rows].copy_(hidden)
+        self._run_layers(token_ids, positions, meta)
         if speculates:
             self._contexts[:num_rows].copy_(seqlens_k)
+
+    def _run_layers(self, token_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> None:
+        """Leaves what ``run`` returns."""
+        hidden = self._model(token_ids, positions, self._caches, meta, meta.last_tokens())
+        self._hidden[: len(hidden)].copy_(hidden)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -6,6 +6,7 @@ arguments, so everything that changes from step to step is read from device memo
 only inputs are each row's slot and position.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,8 +58,8 @@ def record(step: Callable[[], None], pool: "_POOL_HANDLE") -> torch.cuda.CUDAGra
     return graph
 
 
-class DecodeGraphs:
-    """Graphs of model, head and sampler for steps of one token a request.
+class RowGraphs(ABC):
+    """Graphs of a model, or of a stage of it, for steps of one token a request.
 
     Surplus rows own the null slot, whose context is one token of the null block.
     """
@@ -69,10 +70,8 @@ class DecodeGraphs:
         model: CausalLM,
         caches: Sequence[KVCache],
         state: DeviceState,
-        logits: Tensor,
         pool: "_POOL_HANDLE",
     ) -> None:
-        """``logits [max_num_seqs, vocab]`` is where the head leaves what is sampled from."""
         self._config = config
         self._model = model
         self._caches = caches
@@ -83,12 +82,7 @@ class DecodeGraphs:
         # Slots, starts, and whose turn it is among the results.
         self._inputs = torch.zeros(2 * max_rows + 1, dtype=torch.int64, device=device)
         self._cu_seqlens_q = torch.arange(max_rows + 1, device=device)
-        self._logits = logits
-        # A step's tokens stay there until those of ``depth`` more steps came.
-        shape = config.depth + 1, max_rows
-        self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._turn = 0
-        self._expected: tuple[list[int], list[int]] | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = pool
 
@@ -114,32 +108,6 @@ class DecodeGraphs:
             for size in self.sizes:
                 self._write(size, [], [])
                 self._step(size)
-
-    def run(self, layout: StepLayout) -> tuple[Tensor, Tensor]:
-        """Replays a step of one token for each of R slots.
-
-        Returns the sampled tokens ``[R]``, on the host once the device is there, and the logits
-        ``[R, V]``, which the next step overwrites. The tokens stand in the token table, too.
-        """
-        num_rows = layout.num_rows
-        size = self.sizes[bisect_left(self.sizes, num_rows)]
-        # Where Ctrl-C cuts a step short, nobody knows what the device has counted: say it again.
-        expected, self._expected = self._expected, None
-        if (layout.slots, layout.starts) != expected:
-            self._write(size, layout.slots, layout.starts)
-        self._graphs[size].replay()
-        token_ids = self._results[self._turn]
-        self._turn = (self._turn + 1) % len(self._results)
-        self._expected = layout.slots, [start + 1 for start in layout.starts]
-        return token_ids[:num_rows], self._logits[:num_rows]
-
-    def for_nobody(self, starts: list[int]) -> Callable[[], None]:
-        """Replays a step of surplus rows at ``starts``, to be timed; no step may come between two
-        calls."""
-        size = self.sizes[bisect_left(self.sizes, len(starts))]
-        self._expected = None
-        self._write(size, [self._state.null_slot] * len(starts), starts)
-        return self._graphs[size].replay
 
     def _write(self, size: int, slots: list[int], starts: list[int]) -> None:
         """Uploads a step's inputs. Surplus rows are the null slot's."""
@@ -178,6 +146,65 @@ class DecodeGraphs:
             backend=config.attention_backend,
         )
         x = self._model(token_ids, starts, self._caches, meta)
-        logits = self._model.compute_logits(x, out=self._logits[:num_rows])
+        self._finish(x, slots, starts, seqlens_k, turn)
+
+    @abstractmethod
+    def _finish(
+        self, x: Tensor, slots: Tensor, starts: Tensor, seqlens_k: Tensor, turn: Tensor
+    ) -> None:
+        """Launches what a graph holds behind the layers, for their rows ``x [R, hidden]``."""
+
+
+class DecodeGraphs(RowGraphs):
+    """Graphs of model, head and sampler for steps of one token a request."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        caches: Sequence[KVCache],
+        state: DeviceState,
+        logits: Tensor,
+        pool: "_POOL_HANDLE",
+    ) -> None:
+        """``logits [max_num_seqs, vocab]`` is where the head leaves what is sampled from."""
+        super().__init__(config, model, caches, state, pool)
+        self._logits = logits
+        # A step's tokens stay there until those of ``depth`` more steps came.
+        shape, pinned = (config.depth + 1, config.max_num_seqs), state.device.type == "cuda"
+        self._results = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+        self._expected: tuple[list[int], list[int]] | None = None
+
+    def run(self, layout: StepLayout) -> tuple[Tensor, Tensor]:
+        """Replays a step of one token for each of R slots.
+
+        Returns the sampled tokens ``[R]``, on the host once the device is there, and the logits
+        ``[R, V]``, which the next step overwrites. The tokens stand in the token table, too.
+        """
+        num_rows = layout.num_rows
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        # Where Ctrl-C cuts a step short, nobody knows what the device has counted: say it again.
+        expected, self._expected = self._expected, None
+        if (layout.slots, layout.starts) != expected:
+            self._write(size, layout.slots, layout.starts)
+        self._graphs[size].replay()
+        token_ids = self._results[self._turn]
+        self._turn = (self._turn + 1) % len(self._results)
+        self._expected = layout.slots, [start + 1 for start in layout.starts]
+        return token_ids[:num_rows], self._logits[:num_rows]
+
+    def for_nobody(self, starts: list[int]) -> Callable[[], None]:
+        """Replays a step of surplus rows at ``starts``, to be timed; no step may come between two
+        calls."""
+        size = self.sizes[bisect_left(self.sizes, len(starts))]
+        self._expected = None
+        self._write(size, [self._state.null_slot] * len(starts), starts)
+        return self._graphs[size].replay
+
+    def _finish(
+        self, x: Tensor, slots: Tensor, starts: Tensor, seqlens_k: Tensor, turn: Tensor
+    ) -> None:
+        state = self._state
+        logits = self._model.compute_logits(x, out=self._logits[: len(x)])
         token_ids = draw(logits, slots, seqlens_k, state.sampling, state.token_table)
         ops.publish_(token_ids, slots, starts, state.null_slot, self._results, turn)

@@ -80,7 +80,8 @@ def _one_layer_of_each_kind(runner: ModelRunner) -> Iterator[None]:
     kinds: dict[Hashable, int] = {}
     for depth, layer in enumerate(layers):
         shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
-        kinds.setdefault((sizes.layer_sliding_window(depth), shapes), depth)
+        window = sizes.layer_sliding_window(model.stage.layers[depth])
+        kinds.setdefault((window, shapes), depth)
     depths = sorted({*kinds.values(), len(layers) - 1})
     model.layers = nn.ModuleList(layers[depth] for depth in depths)
     runner.caches = [runner.caches[depth] for depth in depths]

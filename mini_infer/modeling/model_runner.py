@@ -24,7 +24,7 @@ from mini_infer.modeling.proposers.proposer import DeviceProposer, FollowingProp
 from mini_infer.modeling.sampler import Sampler, SampleResult, mask_
 from mini_infer.modeling.speculative_step import SpeculativeSteps, StepRows, first_samples
 from mini_infer.modeling.stage import Stage
-from mini_infer.modeling.step_graphs import StepGraphs
+from mini_infer.modeling.step_graphs import GraphSet, StepGraphs
 from mini_infer.modeling.step_layout import Integers, StepLayout
 from mini_infer.modeling.step_result import (
     LocalStep,
@@ -105,13 +105,16 @@ class ModelRunner:
         """Records decodes of all batch sizes, small steps with chunks, and steps with drafts; needs
         ``init_cache``."""
         if self.has_graphs:
-            self.graphs = self.new_graphs()
+            self.graphs = self._step_graphs()
             self.graphs.capture()
             if self._speculative is not None:
                 self._speculative.graphs = self.graphs.proposals
 
-    def new_graphs(self) -> StepGraphs:
+    def new_graphs(self) -> GraphSet:
         """Graphs over the model and cache that are there, not yet recorded."""
+        return self._step_graphs()
+
+    def _step_graphs(self) -> StepGraphs:
         target = self.config, self.model, self.caches, self.state
         return StepGraphs.over(*target, self.dtype, self.proposer)
 

@@ -41,8 +41,9 @@ Shape = tuple[int, int]
 
 
 def row_sizes(config: EngineConfig) -> list[int]:
-    """Numbers of rows that get graphs, ascending; none without speculation."""
-    if config.speculative_config is None:
+    """Numbers of rows that get graphs, ascending; none without speculation, and none in a pipeline,
+    where what comes from the stage before has no gaps for drafts that a row has not."""
+    if config.speculative_config is None or config.is_pipelined:
         return []
     most = min(config.max_num_seqs, MAX_SPECULATING_ROWS)
     return [rows for rows in ROWS if rows < most] + [most]
@@ -50,9 +51,10 @@ def row_sizes(config: EngineConfig) -> list[int]:
 
 def most_samples(config: EngineConfig) -> int:
     """Places that a step of these graphs samples, at most."""
-    if config.speculative_config is None:
+    sizes = row_sizes(config)
+    if config.speculative_config is None or not sizes:
         return 0
-    return row_sizes(config)[-1] * (1 + config.speculative_config.num_speculative_tokens)
+    return sizes[-1] * (1 + config.speculative_config.num_speculative_tokens)
 
 
 def shapes_of(config: EngineConfig, counts: Sequence[int]) -> list[Shape]:

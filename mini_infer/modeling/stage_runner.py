@@ -22,6 +22,8 @@ from mini_infer.modeling.layers import Embedding
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.profiling import step_range
+from mini_infer.modeling.stage_graphs import StageGraphs
+from mini_infer.modeling.step_graphs import GraphSet
 from mini_infer.modeling.step_layout import StepLayout
 from mini_infer.modeling.step_result import LocalStep, MaskedStep, device_failures
 from mini_infer.modeling.upload import to_device
@@ -59,6 +61,7 @@ class StageRunner(ModelRunner):
         super().__init__(config, files, group)
         self.stage = share_out_layers(config.model_config, config.pipeline_parallel_size)[index]
         self._here, self._link = self.stage, link
+        self._stage_graphs: StageGraphs | None = None
 
     def load(self) -> None:
         """See ``ModelRunner.load``."""
@@ -72,6 +75,23 @@ class StageRunner(ModelRunner):
         )
         if not self._here.is_first:
             self.model.embed_tokens = HiddenStates(self._hidden)
+
+    def capture_graphs(self) -> None:
+        """See ``ModelRunner.capture_graphs``."""
+        if self._here.is_last:
+            super().capture_graphs()
+        elif self.has_graphs:
+            self._stage_graphs = self._layer_graphs()
+            self._stage_graphs.capture()
+
+    def new_graphs(self) -> GraphSet:
+        """See ``ModelRunner.new_graphs``."""
+        return super().new_graphs() if self._here.is_last else self._layer_graphs()
+
+    def release(self) -> None:
+        """See ``ModelRunner.release``."""
+        self._stage_graphs = None
+        super().release()
 
     def slowest(self, seconds: float) -> float:
         """See ``ModelRunner.slowest``."""
@@ -111,5 +131,12 @@ class StageRunner(ModelRunner):
         table.view(-1).index_copy_(0, places, values.to(table.dtype))
 
     def _run_layers(self, layout: StepLayout) -> Tensor:
-        """The residual stream ``[T, hidden]`` behind this stage's layers."""
+        """The residual stream ``[T, hidden]`` behind this stage's layers, which no later step
+        overwrites."""
+        graphs = self._stage_graphs
+        if graphs is not None and (x := graphs.run(layout)) is not None:
+            return x.clone()
         return self._forward(self.state.lay_out(layout), None)
+
+    def _layer_graphs(self) -> StageGraphs:
+        return StageGraphs.over(self.config, self.model, self.caches, self.state, self.dtype)

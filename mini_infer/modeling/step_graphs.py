@@ -3,7 +3,7 @@ steps with drafts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,23 @@ from mini_infer.modeling.speculative_graphs import (
     VerifyGraphs,
     most_samples,
 )
+
+
+class GraphSet(Protocol):
+    """All graphs of a runner, over a model and a cache that are there."""
+
+    def capture(self) -> None:
+        """Records all of them."""
+
+    def capture_largest(self) -> None:
+        """Records the largest of each kind."""
+
+    def further(self) -> list[tuple[Callable[[], None], int]]:
+        """What records one more graph after those, and how many there are like it."""
+        ...
+
+    def rehearse(self) -> None:
+        """Launches what their steps launch, and records nothing."""
 
 
 class StepGraphs(NamedTuple):

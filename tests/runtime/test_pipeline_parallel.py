@@ -16,6 +16,7 @@ from mini_infer.core.events import ChunkScheduled, DraftsVerified, Event, Preemp
 from mini_infer.core.outputs import RequestOutput
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.engine import LLMEngine
+from tests.modeling.graphs_on_cpu import replay_graphs
 from tests.runtime.engine_tools import run
 from tests.runtime.rank_threads import sharded_engine
 from tests.runtime.test_tensor_parallel import MODELS as TWO_LAYERS
@@ -126,6 +127,17 @@ def test_ngrams_have_drafts_verified(size: tuple[int, int]) -> None:
     engine = pipeline("llama", size, speculative_config=NGRAM)
     events = check(engine, "llama", range(len(PROMPTS)))
     assert any(isinstance(event, DraftsVerified) for event in events)
+
+
+@pytest.mark.parametrize("ngram", [False, True])
+@pytest.mark.parametrize("size", SIZES[1:3])
+def test_stages_replay_graphs(
+    size: tuple[int, int], ngram: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone("qwen2-tied")  # which has none
+    replay_graphs(monkeypatch)
+    options = {"speculative_config": NGRAM} if ngram else {}
+    check(pipeline("qwen2-tied", size, **options), "qwen2-tied", range(len(PROMPTS)))
 
 
 def test_the_lattices_small_pool_does_preempt() -> None:
