@@ -1,6 +1,7 @@
 """pyproject.toml, constraints.txt, Makefile and the continuous integration agree."""
 
 import ast
+import itertools
 import os
 import re
 import sys
@@ -45,7 +46,8 @@ def test_every_requirement_has_a_tested_version_that_it_allows(text: str) -> Non
 
 def test_what_is_imported_is_required() -> None:
     """The package imports what it or an extra for users requires; tests may use ``dev`` as well."""
-    for_users = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["otel"], *EXTRAS["bench"]]
+    extras = (EXTRAS[name] for name in ("serve", "ray", "otel", "bench"))
+    for_users = [*PROJECT["dependencies"], *itertools.chain.from_iterable(extras)]
     ours = {"mini_infer", "tests", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))}
     for folder, requirements in (
         ("mini_infer", for_users),

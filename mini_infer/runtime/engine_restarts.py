@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from mini_infer.core.errors import ClusterResourcesError
 from mini_infer.runtime.engine_process import EngineHost
 
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
-"""In a row: one that has served for ``STABLE_SECONDS`` begins anew."""
+"""In a row: one that has served for ``STABLE_SECONDS`` begins anew. A cluster without room for it
+is asked again until it has some."""
 STABLE_SECONDS = 60.0
 FIRST_DELAY = 0.5
 """Seconds before a restart, twice as many before each further one: time for a device's memory to
@@ -80,6 +82,11 @@ class Restarts:
             self._num_restarts += 1
             try:
                 host = await asyncio.to_thread(self._starter.start)
+            except ClusterResourcesError as error:  # it is not the engine's fault, and may pass
+                self._num_restarts -= 1
+                if how != (how := f"waits for a place: {error}"):
+                    logger.error("%s %s", self._name, how)
+                continue
             except Exception as error:  # whatever it is, its callers must not wait for ever
                 how = f"could not be restarted: {str(error) or type(error).__name__}"
                 logger.error("%s %s", self._name, how)

@@ -50,6 +50,9 @@ class Ranks(ABC):
     Not thread-safe.
     """
 
+    grace_seconds = GRACE_SECONDS
+    """How long it may take until a rank's end is known here."""
+
     def __init__(self, size: int, num_stages: int = 1) -> None:
         """Makes the sockets, which the subclass binds, before it starts ``size`` ranks, in
         ``num_stages`` of a pipeline, and calls ``_watch_anew``."""
@@ -146,7 +149,7 @@ class Ranks(ABC):
         Raises:
             EngineDeadError: always.
         """
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + self.grace_seconds
         while time.monotonic() < deadline:
             self._look_for_killed()
             self._listen()

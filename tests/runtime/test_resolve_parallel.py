@@ -58,7 +58,7 @@ def test_several_run_in_processes(model: dict[str, Any], options: dict[str, Any]
             {"tensor_parallel_size": 2, "distributed_executor_backend": "local"},
             "2 needs as many processes: leave distributed_executor_backend at auto",
         ),
-        ({"distributed_executor_backend": "ray"}, "must be one of local, mp, got 'ray'"),
+        ({"distributed_executor_backend": "mpi"}, "must be one of local, mp, ray, got 'mpi'"),
     ],
 )
 def test_what_can_not_be(model: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -84,6 +84,19 @@ def test_a_package_that_is_missing(model: dict[str, Any], monkeypatch: pytest.Mo
     )
     with pytest.raises(InvalidConfigError, match="need pyzmq: pip install pyzmq"):
         resolve_core({**model, "tensor_parallel_size": 2})
+
+
+def test_ray_is_a_package_of_its_own(
+    model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        resolve_parallel.importlib.util,
+        "find_spec",
+        lambda name: None if name == "ray" else found(name),
+    )
+    with pytest.raises(InvalidConfigError, match=r"pip install 'mini-infer\[ray\]'"):
+        resolve_core({**model, "distributed_executor_backend": "ray"})
 
 
 def test_a_dry_run_has_no_weights_to_spread() -> None:

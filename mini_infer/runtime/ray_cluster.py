@@ -1,0 +1,127 @@
+"""What an engine wants of a Ray cluster: to be connected, and room for its ranks.
+
+Ray finds the hosts, knows what they have and who died, and places what it is given. None of that is
+done here: only what Ray would wait for without end is refused, with a word on what is missing.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from mini_infer.core.errors import ClusterResourcesError, InvalidConfigError
+
+ADDRESS = "RAY_ADDRESS"
+PROBE_SECONDS = 3.0
+PLACEMENT_SECONDS = 4.0
+"""Ranks that have no place after so long do not fit beside what runs there."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """How many ranks, and what each of them takes."""
+
+    num_stages: int
+    stage_size: int
+    """Ranks of a stage, which are on one host."""
+    on_gpus: bool
+    num_cpus: int
+    """Cores of a rank on a CPU; one on a GPU takes none from Ray, as each host has some for it."""
+
+    @property
+    def rank_resources(self) -> dict[str, float]:
+        return {"GPU": 1.0} if self.on_gpus else {"CPU": float(self.num_cpus)}
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What a stage takes. Ray puts a bundle on one host."""
+        return {kind: self.stage_size * each for kind, each in self.rank_resources.items()}
+
+
+def connect() -> bool:
+    """Joins the cluster of RAY_ADDRESS, or the one that was started on this host, or starts one.
+
+    Returns whether it did: not where this process is connected already.
+
+    Raises:
+        InvalidConfigError: there is no cluster where there should be.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get(ADDRESS, "")
+    _probe(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+    with _own_signals():
+        try:
+            ray.init(address or None, logging_level=logging.ERROR, include_dashboard=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise InvalidConfigError(
+                f"no Ray cluster can be reached ({error}): check {ADDRESS}, or leave it out to "
+                f"start one on this host"
+            ) from None
+    return True
+
+
+def has_gpus() -> bool:
+    """Does the cluster have any? Connects to it."""
+    connect()
+    return "GPU" in ray.cluster_resources()
+
+
+def reserve(plan: RankPlan) -> PlacementGroup:
+    """Room for the ranks: a bundle for each stage, on different hosts where there are enough.
+
+    Raises:
+        ClusterResourcesError: there is none; says what the cluster has.
+    """
+    hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    ((kind, needed),) = plan.bundle.items()
+    each = [host.get(kind, 0.0) for host in hosts]
+    if needed > max(each):
+        raise ClusterResourcesError(
+            f"{plan.stage_size} ranks that add up in every layer need {needed:g} {kind}s of one "
+            f"host, and of the {len(hosts)} of the Ray cluster none has more than "
+            f"{max(each):g}: lower tensor_parallel_size and raise pipeline_parallel_size, or add "
+            f"such a host (ray start --address=...)"
+        )
+    if sum(count // needed for count in each) >= plan.num_stages:
+        group = placement_group([plan.bundle] * plan.num_stages, strategy="SPREAD")
+        if group.wait(PLACEMENT_SECONDS):
+            return group
+        remove_placement_group(group)
+    free = ray.available_resources().get(kind, 0.0)
+    raise ClusterResourcesError(
+        f"{plan.num_stages * plan.stage_size} ranks need {plan.num_stages * needed:g} {kind}s, "
+        f"and the Ray cluster has {sum(each):g} on {len(hosts)} "
+        f"host{'s' if len(hosts) != 1 else ''}, of which {free:g} are free: add a host (ray start "
+        f"--address=...), end what else runs there (ray status), or spread the model less"
+    )
+
+
+def _probe(address: str) -> None:
+    """Ray would ask for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), PROBE_SECONDS).close()
+    except OSError as error:
+        raise InvalidConfigError(
+            f"no Ray cluster answers at {address} ({error}): check {ADDRESS}, or leave it out to "
+            f"start one on this host"
+        ) from None
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, which an engine's process leaves to its server."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    with contextlib.suppress(ValueError):  # another thread than the main one: Ray didn't either
+        signal.signal(signal.SIGTERM, before)
