@@ -19,7 +19,7 @@ MAX_SENT_BYTES = 2 * 2**20
 VECTOR_BYTES = 16
 """Rows are whole numbers of what a thread sends at once."""
 MAX_ROWS = 512
-"""Programs that a GPU surely runs at the same time."""
+"""A row is a program, and about so many run at the same time."""
 
 
 @dataclass(frozen=True, eq=False)
