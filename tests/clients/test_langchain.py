@@ -1,15 +1,19 @@
 """LangChain's chat model and completion model."""
 
+from typing import TYPE_CHECKING
+
 import pytest
-from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
-from langchain_core.prompts import ChatPromptTemplate
-from langchain_openai import ChatOpenAI, OpenAI
 
 from tests.clients.conftest import MAX_TOKENS, PROMPT, QUESTION, Served
 
+if TYPE_CHECKING:  # it takes seconds, on each worker that collects the tests
+    from langchain_openai import ChatOpenAI
+
 
 @pytest.fixture
-def model(served: Served) -> ChatOpenAI:
+def model(served: Served) -> "ChatOpenAI":
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(
         model=served.model,
         base_url=served.base_url,
@@ -20,7 +24,9 @@ def model(served: Served) -> ChatOpenAI:
     )
 
 
-def test_invoke_and_stream(served: Served, model: ChatOpenAI) -> None:
+def test_invoke_and_stream(served: Served, model: "ChatOpenAI") -> None:
+    from langchain_core.messages import AIMessageChunk
+
     answer = model.invoke(QUESTION)
     assert answer.content == served.answer
     assert answer.usage_metadata is not None
@@ -36,14 +42,17 @@ def test_invoke_and_stream(served: Served, model: ChatOpenAI) -> None:
         assert whole.usage_metadata[name] == answer.usage_metadata[name]  # type: ignore[literal-required]
 
 
-async def test_batches_and_asynchronous_calls(served: Served, model: ChatOpenAI) -> None:
+async def test_batches_and_asynchronous_calls(served: Served, model: "ChatOpenAI") -> None:
     assert [answer.content for answer in model.batch([QUESTION] * 3)] == [served.answer] * 3
     assert (await model.ainvoke(QUESTION)).content == served.answer
     pieces = [str(chunk.content) async for chunk in model.astream(QUESTION)]
     assert "".join(pieces) == served.answer
 
 
-def test_a_chain_with_messages(served: Served, model: ChatOpenAI) -> None:
+def test_a_chain_with_messages(served: Served, model: "ChatOpenAI") -> None:
+    from langchain_core.messages import HumanMessage, SystemMessage
+    from langchain_core.prompts import ChatPromptTemplate
+
     template = ChatPromptTemplate.from_messages(
         [SystemMessage("You are brief."), ("human", "{question}"), HumanMessage("Well?")]
     )
@@ -54,12 +63,14 @@ def test_a_chain_with_messages(served: Served, model: ChatOpenAI) -> None:
     assert answer.response_metadata["model_name"] == served.model
 
 
-def test_the_responses_api(served: Served, model: ChatOpenAI) -> None:
+def test_the_responses_api(served: Served, model: "ChatOpenAI") -> None:
     answer = model.model_copy(update={"use_responses_api": True}).invoke(QUESTION)
     assert answer.text == served.answer
 
 
 def test_completions(served: Served) -> None:
+    from langchain_openai import OpenAI
+
     model = OpenAI(
         model=served.model, base_url=served.base_url, temperature=0, max_tokens=8, max_retries=0
     )

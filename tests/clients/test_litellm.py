@@ -1,13 +1,19 @@
 """LiteLLM, by both of its providers that such a server can be."""
 
+import importlib
 from typing import Any
 
-import litellm
 import pytest
 
 from tests.clients.conftest import MAX_TOKENS, PROMPT, QUESTION, Served
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture
+def litellm() -> Any:
+    """Imported late: it takes seconds, on each worker that collects the tests."""
+    return importlib.import_module("litellm")
 
 
 @pytest.fixture(params=["openai", "hosted_vllm"])
@@ -22,7 +28,7 @@ def options(served: Served, request: pytest.FixtureRequest) -> dict[str, Any]:
     }
 
 
-def test_answer_and_stream(served: Served, options: dict[str, Any]) -> None:
+def test_answer_and_stream(litellm: Any, served: Served, options: dict[str, Any]) -> None:
     answer = litellm.completion(messages=MESSAGES, **options)
     assert answer.choices[0].message.content == served.answer
     assert answer.usage.completion_tokens > 0
@@ -33,7 +39,9 @@ def test_answer_and_stream(served: Served, options: dict[str, Any]) -> None:
     assert whole.choices[0].finish_reason == answer.choices[0].finish_reason
 
 
-async def test_the_asynchronous_calls(served: Served, options: dict[str, Any]) -> None:
+async def test_the_asynchronous_calls(
+    litellm: Any, served: Served, options: dict[str, Any]
+) -> None:
     answer = await litellm.acompletion(messages=MESSAGES, **options)
     assert answer.choices[0].message.content == served.answer
     stream = await litellm.acompletion(messages=MESSAGES, stream=True, **options)
@@ -41,7 +49,9 @@ async def test_the_asynchronous_calls(served: Served, options: dict[str, Any]) -
     assert "".join(pieces) == served.answer
 
 
-def test_extra_fields_and_text_completion(served: Served, options: dict[str, Any]) -> None:
+def test_extra_fields_and_text_completion(
+    litellm: Any, served: Served, options: dict[str, Any]
+) -> None:
     answer = litellm.completion(
         messages=MESSAGES, **options | {"max_tokens": 5}, extra_body={"ignore_eos": True}
     )
@@ -52,7 +62,7 @@ def test_extra_fields_and_text_completion(served: Served, options: dict[str, Any
     assert text.choices[0].text
 
 
-def test_errors_are_its_own(options: dict[str, Any]) -> None:
+def test_errors_are_its_own(litellm: Any, options: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=MESSAGES, **options | {"temperature": -1})
     with pytest.raises(litellm.ContextWindowExceededError):

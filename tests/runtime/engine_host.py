@@ -46,7 +46,7 @@ class ThreadHost:
         with self._closing:
             if not self.link.socket.closed:
                 self.link.send(Stop())
-                self._thread.join(10)
+                self._thread.join(30)
                 assert not self._thread.is_alive()
                 self.link.socket.close(0)
 

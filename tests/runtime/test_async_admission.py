@@ -57,7 +57,7 @@ async def test_a_call_of_a_dead_engine_fails(
 
     def last_step() -> list[RequestUpdate]:
         stepping.set()
-        die.wait(5)
+        die.wait(30)
         raise RuntimeError("the engine's end")
 
     monkeypatch.setattr(engine.core, "step", last_step)
@@ -80,7 +80,7 @@ async def test_a_caller_that_gave_up_on_a_call_is_forgotten(
 
     def wait() -> None:
         called.set()
-        go.wait(5)
+        go.wait(30)
 
     monkeypatch.setattr(engine.core, "reset_prefix_cache", wait)
     call = asyncio.create_task(async_engine.reset_prefix_cache())
@@ -124,7 +124,7 @@ async def test_a_request_that_is_refused_or_given_up_while_it_is_tokenised_waits
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         tokenising.set()
-        go.wait(5)
+        go.wait(30)
         return process(*args, **kwargs)
 
     monkeypatch.setattr(engine.input_processor, "process", slow)

@@ -55,7 +55,7 @@ async def text_of(async_engine: AsyncEngine, prompt: str, request_id: str) -> st
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.001)

@@ -52,7 +52,7 @@ def news_of(host: ThreadHost) -> News:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.001)

@@ -66,7 +66,7 @@ async def text_of(engine: AsyncEngine, prompt: str, params: SamplingParams = SHO
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.002)

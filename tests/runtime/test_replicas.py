@@ -112,7 +112,7 @@ def dying(
         if num_steps:
             num_steps -= core.has_unfinished()
             return step()
-        assert die.wait(10)
+        assert die.wait(30)
         raise RuntimeError("gone")
 
     monkeypatch.setattr(core, "step", few)

@@ -23,7 +23,7 @@ from mini_infer.serving.connections import (
     raise_descriptor_limit,
 )
 from mini_infer.serving.listener import bind
-from tests.serving.live import wait_for
+from tests.serving.live import PATIENCE, wait_for
 
 Address = tuple[str, int]
 
@@ -45,13 +45,13 @@ def listening(half_open: HalfOpen) -> Iterator[Address]:
     thread.start()
     yield listener.getsockname()
     server.should_exit = True
-    thread.join(5)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert len(half_open) == 0
 
 
 def is_cut(connection: socket.socket) -> bool:
-    connection.settimeout(5)
+    connection.settimeout(PATIENCE)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -71,7 +71,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
 def test_a_head_without_end_is_refused() -> None:
     """uvicorn kept it in memory, before any key was looked at."""
     with listening(HalfOpen(100)) as address, socket.create_connection(address) as connection:
-        connection.settimeout(5)
+        connection.settimeout(PATIENCE)
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
         with contextlib.suppress(OSError):  # cut while it sent
             send_all(connection, [b"X-Many: " + b"a" * 2**14 + b"\r\n"] * 200 + [b"\r\n"])
@@ -105,14 +105,14 @@ def test_pipelined_requests_without_end_are_cut() -> None:
     request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     with listening(HalfOpen(100)) as address:
         with socket.create_connection(address) as connection:
-            connection.settimeout(5)
+            connection.settimeout(PATIENCE)
             connection.sendall(request * MAX_PIPELINED)
             answers = b""
             while answers.count(b"200 OK") < MAX_PIPELINED:
                 answers += connection.recv(2**16)
         with socket.create_connection(address) as connection:
             connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
-            connection.settimeout(5)
+            connection.settimeout(PATIENCE)
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):
                 send_all(connection, [request * 1000] * 10)
                 while connection.recv(2**16):  # whatever was answered before
@@ -130,7 +130,7 @@ def test_a_long_head_and_a_longer_body_pass() -> None:
 
 
 def test_a_request_takes_as_long_as_it_takes() -> None:
-    half_open = HalfOpen(100, timeout=0.2)
+    half_open = HalfOpen(100)
     with (
         listening(half_open) as address,
         socket.create_connection(address) as connection,
@@ -138,10 +138,11 @@ def test_a_request_takes_as_long_as_it_takes() -> None:
         connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
         wait_for(lambda: len(half_open) == 0)
         connection.sendall(b"hi")
-        connection.settimeout(5)
+        connection.settimeout(PATIENCE)
         answer = connection.recv(4096)
         assert answer.endswith(b"hi")
         # The second request of a connection has no more time for its head.
+        half_open.timeout = 0.02
         connection.sendall(b"GET / HTTP/1.1\r\n")
         assert is_cut(connection)
 
@@ -189,7 +190,7 @@ def test_the_longest_waiting_gives_its_place_to_whoever_comes() -> None:
             assert httpx.get(f"http://127.0.0.1:{address[1]}/").text == "hello"
         assert all(is_cut(connection) for connection in waiting[:3])
         waiting[-1].sendall(b"Host: x\r\n\r\n")
-        waiting[-1].settimeout(5)
+        waiting[-1].settimeout(PATIENCE)
         assert waiting[-1].recv(4096).startswith(b"HTTP/1.1 200")
 
 

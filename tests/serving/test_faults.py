@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving.live import CHAT, COMPLETIONS, wait_for
+from tests.serving.live import CHAT, COMPLETIONS, PATIENCE, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -60,7 +60,7 @@ class Server:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(10)
+        return self.process.wait(PATIENCE)
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def server(
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         try:
-            with httpx.Client(base_url=url, timeout=20) as client:
+            with httpx.Client(base_url=url, timeout=PATIENCE) as client:
                 yield Server(process, url, client)
         finally:
             process.kill()
@@ -120,7 +120,7 @@ def test_a_server_whose_engine_cannot_be_restarted_says_so_and_ends() -> None:
             killing.start()
             *_, _, done = lines
         assert done == "data: [DONE]"
-        assert running.process.wait(20) == 1
+        assert running.process.wait(PATIENCE) == 1
         killing.join()
         assert running.process.stderr is not None
         log = running.process.stderr.read()

@@ -13,7 +13,14 @@ import pytest
 
 from mini_infer.core.events import Event, Finished
 from mini_infer.serving.options import ServerOptions
-from tests.serving.live import CHAT, COMPLETIONS, LiveServer, live_server, wait_for
+from tests.serving.live import (
+    CHAT,
+    COMPLETIONS,
+    PATIENCE,
+    LiveServer,
+    live_server,
+    wait_for,
+)
 
 ENDLESS: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -44,7 +51,7 @@ def waiting_requests(server: LiveServer, *choices: int) -> Iterator[None]:
     room = server.async_engine._waiting_room
 
     def ask(client: httpx.Client, n: int) -> None:
-        client.post(CHAT, json={"messages": HELLO, "n": n, "max_tokens": 1}, timeout=20)
+        client.post(CHAT, json={"messages": HELLO, "n": n, "max_tokens": 1}, timeout=PATIENCE)
 
     with ThreadPoolExecutor() as pool:
         before = room.num_waiting

@@ -15,7 +15,7 @@ import pytest
 from mini_infer import __version__
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.serving.listener import bind
-from tests.serving.live import CHAT, MODEL, LiveServer, wait_for
+from tests.serving.live import CHAT, MODEL, PATIENCE, LiveServer, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -123,10 +123,10 @@ def test_a_dry_run_starts_answers_and_ends_cleanly(number: signal.Signals) -> No
             data=b'{"messages": [{"role": "user", "content": "hi"}]}',
             headers={"content-type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             assert response.status == 200
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=10)
+        stdout, stderr = process.communicate(timeout=PATIENCE)
     assert (process.returncode, stderr) == (0, "")
     assert stdout.strip() == "[]"
 
@@ -155,14 +155,14 @@ def test_a_second_signal_ends_running_requests_with_an_error_object() -> None:
             "ignore_eos": True,
             "stream": True,
         }
-        with httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=10) as response:
+        with httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=PATIENCE) as response:
             lines = (line for line in response.iter_lines() if line)
             assert "assistant" in next(lines)
             process.send_signal(signal.SIGTERM)
             wait_for(lambda: refuses_connections(url))
             process.send_signal(signal.SIGTERM)
             *_, error, done = lines
-        stderr = process.communicate(timeout=10)[1]
+        stderr = process.communicate(timeout=PATIENCE)[1]
     assert "the engine was shut down" in error
     assert done == "data: [DONE]"
     assert (process.returncode, stderr) == (0, "")
@@ -185,7 +185,7 @@ def test_the_first_signal_lets_running_requests_finish_and_refuses_new_ones() ->
         body = message | {"ignore_eos": True, "max_tokens": 60, "stream": True}
         with (
             socket.create_connection(address) as late,
-            httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=10) as response,
+            httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=PATIENCE) as response,
         ):
             late.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode())
             lines = (line for line in response.iter_lines() if line)
@@ -197,7 +197,7 @@ def test_the_first_signal_lets_running_requests_finish_and_refuses_new_ones() ->
             while piece := late.recv(4096):
                 answer += piece
             *_, finish, done = lines
-        stderr = process.communicate(timeout=10)[1]
+        stderr = process.communicate(timeout=PATIENCE)[1]
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"retry-after: 1" in answer
     assert b"shutting down" in answer

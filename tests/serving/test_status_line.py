@@ -22,6 +22,7 @@ from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.metrics import HEARD, EngineMetrics
 from mini_infer.serving.options import ServerOptions
 from mini_infer.serving.status_line import StatusLine, status_logger
+from tests.serving.live import PATIENCE
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_the_thread_logs_until_it_is_stopped(
     status_logger.addHandler(waker)
     try:
         with caplog.at_level(logging.INFO, status_logger.name), status:
-            assert logged.wait(5)
+            assert logged.wait(PATIENCE)
     finally:
         status_logger.removeHandler(waker)
     assert "0 running, 1 waiting" in caplog.text
@@ -128,7 +129,7 @@ def test_it_has_a_thread_if_it_is_asked_to(
         threads = set(threading.enumerate()) - before
     assert len(threads) == num_threads
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
