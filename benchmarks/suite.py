@@ -23,6 +23,7 @@ BENCHMARKS = (
     "speculative",
     "speculative_batches",
     "tensor_parallel",
+    "pipeline_parallel",
     "vs_huggingface",
     "serving_load",
     "serving_overhead",

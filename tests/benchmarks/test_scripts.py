@@ -9,6 +9,7 @@ from typing import Any
 import chunked_prefill
 import continuous_batching
 import dtype_agreement
+import pipeline_parallel
 import prefix_cache
 import pytest
 import structured_output
@@ -103,6 +104,14 @@ def test_tensor_parallel(run: Run) -> None:
     result = run(tensor_parallel, *options, *limits)
     found = [(row["workload"], row["ranks"], row["same text"]) for row in result["rows"]]
     assert found == [(name, size, "1 of 1") for name in ("batch 1", "prefill") for size in (1, 2)]
+    assert all(row["of 1"] > 0 for row in result["rows"])
+
+
+def test_pipeline_parallel(run: Run) -> None:
+    limits = ["--max-model-len", 256, "--engine", "kv_cache_memory=8MiB"]
+    result = run(pipeline_parallel, "--workloads", "batch 8", "--dtype", "float32", *limits)
+    found = [(row["stages"], row["same text"]) for row in result["rows"]]
+    assert found == [("1", "1 of 1"), ("2, a step at a time", "1 of 1"), ("2", "1 of 1")]
     assert all(row["of 1"] > 0 for row in result["rows"])
 
 

@@ -1,0 +1,71 @@
+"""Two GPUs, a stage each: the tokens are one GPU's, and a stage that is killed ends the engine."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mini_infer.core.errors import EngineDeadError
+from mini_infer.core.sampling_params import SamplingParams
+from tests.gpu.small_engines import (
+    ARCHITECTURES,
+    GREEDY,
+    mixed_params,
+    open_llm,
+    prompts,
+    write_config,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def run(folder: Path, **options: Any) -> list[list[int]]:
+    params = [GREEDY] * len(prompts()) + mixed_params()
+    with open_llm(folder, **options) as llm:
+        outputs = llm.generate(prompts() * 2, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return run(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"depth": 1, "max_num_batched_tokens": 48},
+        {"depth": 3, "max_num_batched_tokens": 48},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=str,
+)
+def test_two_stages_give_the_same_tokens(
+    folder: Path, expected: list[list[int]], options: dict[str, Any]
+) -> None:
+    assert run(folder, pipeline_parallel_size=2, **options) == expected
+
+
+def test_a_stage_that_is_killed_ends_the_engine(folder: Path) -> None:
+    llm = open_llm(folder, pipeline_parallel_size=2)
+    ranks = llm.engine.core.executor.ranks  # type: ignore[attr-defined]
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    begin = time.monotonic()
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"rank 0 \(stage 0 of 2\) was killed by SIGKILL"):
+        list(stream)
+    assert time.monotonic() - begin < 10
+    assert not ranks.folder.exists()
+    llm.shutdown()
