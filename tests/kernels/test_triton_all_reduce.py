@@ -1,5 +1,12 @@
 """The one-shot all-reduce against sums in float64. The ranks are all here, and take their turns one
-after the other: each finds the others' parts in its mailboxes, as if they had been quicker."""
+after the other: each finds the others' parts in its mailboxes, as if they had been quicker.
+
+Then they are processes, whose mailboxes are a file that all of them map, and wait for each other.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +24,29 @@ MAX_ROWS = 4
 EPS = 1e-5
 POLLS = 3
 """Nobody comes later: a rank that waits has missed something."""
+NUM_PROCESSES, NUM_CALLS, SIZE = 2, 30, 32
+PROCESS = """
+import random, sys, time
+sys.path[:0] = {path!r}
+import torch
+from mini_infer.kernels.reference import rms_norm
+from mini_infer.kernels.triton.one_shot_all_reduce import sum_over_ranks
+
+rank, num_ranks, max_rows, size = int(sys.argv[1]), {num_ranks}, {max_rows}, {size}
+shape = num_ranks, 2, max_rows, num_ranks, size
+boxes = torch.from_file(sys.argv[2], True, torch.Size(shape).numel(), dtype=torch.int32)
+boxes = boxes.view(shape)
+places = torch.tensor([own.data_ptr() for own in boxes]), torch.zeros(max_rows, dtype=torch.int32)
+weight, haste, sizes = torch.ones(size), random.Random(rank), random.Random(0)
+for call in range({num_calls}):
+    torch.manual_seed(call)
+    parts = torch.randn(num_ranks, sizes.randint(1, max_rows), size)
+    time.sleep(haste.choice([0, 0, 0.01]))
+    total, normed = sum_over_ranks(parts[rank], None, (weight, 1e-6), *places, rank, 2**20)
+    assert torch.allclose(total, parts.sum(0), atol=1e-5), call
+    assert torch.allclose(normed, rms_norm(total, weight, 1e-6), atol=1e-5), call
+assert (boxes[rank] == -1).all()
+"""
 
 
 class Ranks:
@@ -114,3 +144,22 @@ def test_a_part_that_looks_like_an_empty_mailbox(dtype: torch.dtype) -> None:
 
 def test_warps_send_one_vector_a_thread() -> None:
     assert [one_shot.num_warps(2 * size) for size in (64, 1024, 4096, 8192)] == [1, 4, 16, 16]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu has this between GPUs")
+def test_processes_that_wait_for_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "mailboxes"
+    file.write_bytes(b"\xff" * (NUM_PROCESSES * 2 * MAX_ROWS * NUM_PROCESSES * SIZE * 4))
+    program = PROCESS.format(
+        path=sys.path,
+        num_ranks=NUM_PROCESSES,
+        max_rows=MAX_ROWS,
+        size=SIZE,
+        num_calls=NUM_CALLS,
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank), str(file)])
+        for rank in range(NUM_PROCESSES)
+    ]
+    assert [rank.wait(100) for rank in ranks] == [0] * NUM_PROCESSES
