@@ -44,16 +44,37 @@ class RankPlan:
         return {kind: self.stage_size * each for kind, each in self.rank_resources.items()}
 
 
-def connect() -> bool:
-    """Joins the cluster of RAY_ADDRESS, or the one that was started on this host, or starts one.
+class Connection:
+    """This process's, which Ray has one of: whoever shares it says when it is not needed."""
 
-    Returns whether it did: not where this process is connected already.
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._is_ours = False
+        """Did ``open`` connect, and no other code of this process?"""
 
-    Raises:
-        InvalidConfigError: there is no cluster where there should be.
-    """
-    if ray.is_initialized():
-        return False
+    def open(self) -> None:
+        """Joins the cluster of RAY_ADDRESS, or the one that this host is of, or starts one.
+
+        Raises:
+            InvalidConfigError: there is no cluster where there should be.
+        """
+        if not ray.is_initialized():
+            _initialize()
+            self._is_ours = True
+        self._num_users += 1
+
+    def close(self) -> None:
+        """Leaves the cluster, and ends one that ``open`` has started, after the last user."""
+        self._num_users -= 1
+        if self._num_users == 0 and self._is_ours:
+            self._is_ours = False
+            ray.shutdown()
+
+
+CONNECTION = Connection()
+
+
+def _initialize() -> None:
     address = os.environ.get(ADDRESS, "")
     _probe(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
@@ -65,13 +86,19 @@ def connect() -> bool:
                 f"no Ray cluster can be reached ({error}): check {ADDRESS}, or leave it out to "
                 f"start one on this host"
             ) from None
-    return True
 
 
 def has_gpus() -> bool:
-    """Does the cluster have any? Connects to it."""
-    connect()
-    return "GPU" in ray.cluster_resources()
+    """Does the cluster have any?
+
+    Raises:
+        InvalidConfigError: there is no cluster where there should be.
+    """
+    CONNECTION.open()
+    try:
+        return "GPU" in ray.cluster_resources()
+    finally:
+        CONNECTION.close()
 
 
 def reserve(plan: RankPlan) -> PlacementGroup:
@@ -85,10 +112,10 @@ def reserve(plan: RankPlan) -> PlacementGroup:
     each = [host.get(kind, 0.0) for host in hosts]
     if needed > max(each):
         raise ClusterResourcesError(
-            f"{plan.stage_size} ranks that add up in every layer need {needed:g} {kind}s of one "
-            f"host, and of the {len(hosts)} of the Ray cluster none has more than "
-            f"{max(each):g}: lower tensor_parallel_size and raise pipeline_parallel_size, or add "
-            f"such a host (ray start --address=...)"
+            f"a stage's {plan.stage_size} ranks need {needed:g} {kind}s of one host, and of the "
+            f"{_count(len(hosts), 'host')} of the Ray cluster none has more than {max(each):g}: "
+            f"lower tensor_parallel_size and raise pipeline_parallel_size, or add such a host (ray "
+            f"start --address=...)"
         )
     if sum(count // needed for count in each) >= plan.num_stages:
         group = placement_group([plan.bundle] * plan.num_stages, strategy="SPREAD")
@@ -96,12 +123,17 @@ def reserve(plan: RankPlan) -> PlacementGroup:
             return group
         remove_placement_group(group)
     free = ray.available_resources().get(kind, 0.0)
+    num_ranks = plan.num_stages * plan.stage_size
     raise ClusterResourcesError(
-        f"{plan.num_stages * plan.stage_size} ranks need {plan.num_stages * needed:g} {kind}s, "
-        f"and the Ray cluster has {sum(each):g} on {len(hosts)} "
-        f"host{'s' if len(hosts) != 1 else ''}, of which {free:g} are free: add a host (ray start "
+        f"{_count(num_ranks, 'rank')} in {_count(plan.num_stages, 'stage')} "
+        f"take {_count(plan.num_stages * needed, kind)}; the Ray cluster has {sum(each):g} on "
+        f"{_count(len(hosts), 'host')}, {free:g} of them free: add a host (ray start "
         f"--address=...), end what else runs there (ray status), or spread the model less"
     )
+
+
+def _count(number: float, thing: str) -> str:
+    return f"{number:g} {thing}{'s' if number != 1 else ''}"
 
 
 def _probe(address: str) -> None:

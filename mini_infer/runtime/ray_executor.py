@@ -21,7 +21,7 @@ from mini_infer.core.engine_config import EngineConfig
 from mini_infer.runtime.mp_executor import MultiProcessExecutor
 from mini_infer.runtime.ranks import STOP_SECONDS, Ranks
 from mini_infer.runtime.ray_beats import BeatReceiver
-from mini_infer.runtime.ray_cluster import RankPlan, connect, reserve
+from mini_infer.runtime.ray_cluster import CONNECTION, RankPlan, reserve
 from mini_infer.runtime.ray_rank import Meeting, RayRank, Seat
 
 REASON = re.compile(r"(The actor (?:died|is dead|is temporarily).*?)(?: Some common| The task|$)")
@@ -69,7 +69,7 @@ class RayRanks(Ranks):
         self._group: PlacementGroup | None = None
         self._ends: dict[int, str] = {}
         """How ranks have ended; nothing where they said so themselves."""
-        self._connected_here = connect()
+        CONNECTION.open()
         host = ray.util.get_node_ip_address()
         self._beats = beats = BeatReceiver(host, self.size)
         try:
@@ -151,8 +151,7 @@ class RayRanks(Ranks):
             if self._group is not None:
                 remove_placement_group(self._group)
         self._wait_for_ends(STOP_SECONDS)
-        if self._connected_here:
-            ray.shutdown()
+        CONNECTION.close()
 
 
 def _why(error: RayError) -> str:

@@ -77,7 +77,7 @@ class RayRankWorker(RankWorker):
     """One whose host need not have the engine's files."""
 
     def _locate(self, order: Load) -> "ModelFiles":
-        if Path(order.weights).exists():
+        if order.config.load_format == "dummy" or Path(order.weights).exists():
             return super()._locate(order)
         from mini_infer.modeling.model_files import locate_model
 

@@ -16,7 +16,7 @@ from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.executor import Executor
-from mini_infer.runtime.resolve_parallel import resolve_ranks
+from mini_infer.runtime.resolve_parallel import cluster_has_gpus, resolve_ranks
 from mini_infer.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def resolve_config(
     """
     import torch
 
-    has_gpu = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available() or (given["device"] != "cpu" and cluster_has_gpus(given))
     if given["device"] == AUTO:
         given["device"] = "cuda" if has_gpu else "cpu"
     elif given["device"] == "cuda" and not has_gpu:
@@ -241,7 +241,8 @@ def _fastest_dtype(device: str, model_config: ModelConfig) -> str:
     if device == "cuda":
         import torch
 
-        if torch.cuda.get_device_capability() < BFLOAT16_CAPABILITY:
+        # Elsewhere, where GPUs of a cluster are: they will not be as old as that.
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < BFLOAT16_CAPABILITY:
             return "float16"
         return model_config.dtype if model_config.dtype in ("float16", "bfloat16") else "bfloat16"
     from mini_infer.kernels.cpu_linear import has_float16_products

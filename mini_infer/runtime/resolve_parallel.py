@@ -38,6 +38,20 @@ def resolve_ranks(given: dict[str, Any], model_config: ModelConfig) -> None:
         _check_gpus(size, num_stages)
 
 
+def cluster_has_gpus(given: Mapping[str, Any]) -> bool:
+    """Do the hosts have any that would run the steps, where these are not run here?
+
+    Raises:
+        InvalidConfigError: there is no cluster, or no package for it.
+    """
+    if given["distributed_executor_backend"] != "ray":
+        return False
+    _check_packages(PACKAGES | RAY_PACKAGES)
+    from mini_infer.runtime.ray_cluster import has_gpus
+
+    return has_gpus()
+
+
 def _check_packages(packages: Mapping[str, str]) -> None:
     missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
     if missing:

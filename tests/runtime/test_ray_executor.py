@@ -1,0 +1,201 @@
+"""Ranks on the hosts of a Ray cluster: two nodes on this machine. What one process says, and faults
+that end in a clear error, with nothing left behind, and in another engine once there is room."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mini_infer.core.errors import ClusterResourcesError, EngineDeadError, InvalidConfigError
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.modeling.model_files import ModelFiles
+from mini_infer.parallel.group import COLLECTIVE_SECONDS
+from mini_infer.runtime import engine_restarts
+from mini_infer.runtime import ranks as watched
+from mini_infer.runtime.byte_tokenizer import ByteTokenizer
+from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.llm import LLM
+from tests.runtime.engine_tools import greedy, run
+from tests.runtime.fake_executor import make_config
+from tests.runtime.test_engine_process import running, text_of, until
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from mini_infer.runtime import ray_cluster  # noqa: E402
+from mini_infer.runtime.ray_executor import RayExecutor, RayRanks  # noqa: E402
+from mini_infer.runtime.ray_rank import gpu_index, interface_of  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+LIMIT = 10.0
+"""Seconds from a fault to its error."""
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+HEALTH_CHECKS = {
+    # Ray's own defaults take 15 s to see that a node is gone.
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
+PROMPT = [5, 6, 7, 8]
+NOTHING = ModelFiles(Path("unused"), Path("unused"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head without cores, and two nodes with one core each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        head = {**NODE, "num_cpus": 0, "_system_config": HEALTH_CHECKS}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for _ in range(2):
+                cluster.add_node(**NODE)
+            patch.setenv(ray_cluster.ADDRESS, cluster.address)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_restarts, "FIRST_DELAY", 0.001)
+
+
+def executor(**options: Any) -> RayExecutor:
+    sizes = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+    return RayExecutor(make_config(**{**sizes, **options}), NOTHING)
+
+
+def engine_over(executor: RayExecutor) -> LLMEngine:
+    return LLMEngine(executor._config, executor, ByteTokenizer())
+
+
+def test_the_limits_leave_room() -> None:
+    assert COLLECTIVE_SECONDS + RayRanks.grace_seconds < LIMIT
+    assert ray_cluster.PLACEMENT_SECONDS + ray_cluster.PROBE_SECONDS < LIMIT
+
+
+@pytest.mark.real_model
+async def test_a_node_of_a_real_model_is_killed_and_another_one_takes_its_place(
+    cluster: Cluster, real_model_folder: Path
+) -> None:
+    options = {
+        "model": str(real_model_folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 256,
+        "kv_cache_memory": 2**24,
+    }
+    params = SamplingParams(temperature=0, max_tokens=12)
+    prompt = "The capital of France is"
+    with LLM(**options) as llm:
+        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+    ranks = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+    async with running({**options, **ranks}) as engine:
+        assert await text_of(engine, prompt, params) == expected
+        begin = time.monotonic()
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        with pytest.raises(EngineDeadError, match="being restarted"):
+            await text_of(engine, prompt, params)
+        assert time.monotonic() - begin < LIMIT
+        assert not engine.healthy
+        cluster.add_node(**NODE)
+        await until(lambda: engine.healthy)
+        assert await text_of(engine, prompt, params) == expected
+
+
+def test_a_killed_rank_is_named_with_its_host(cluster: Cluster) -> None:
+    engine = engine_over(ranks := executor())
+    seats = ranks.ranks.seats
+    assert len({seat.pid for seat in seats}) == 2
+    engine.add_request("good", PROMPT, greedy(4))
+    assert run(engine)["good"].outputs[0].finish_reason == "length"
+    psutil.Process(seats[1].pid).kill()
+    engine.add_request("late", PROMPT, greedy(4))
+    begin = time.monotonic()
+    told = rf"rank 1 \(stage 1 of 2\) \(process {seats[1].pid} on {seats[1].host}\) is gone: .*died"
+    with pytest.raises(EngineDeadError, match=told):
+        run(engine)
+    assert time.monotonic() - begin < LIMIT
+    assert not psutil.pid_exists(seats[0].pid)
+    assert not ray.is_initialized()
+    engine.shutdown()
+
+
+def test_a_stopped_rank_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "SILENCE_SECONDS", 2.0)  # a test of the processes has the real one
+    engine = engine_over(ranks := executor(tensor_parallel_size=1))
+    pids = [seat.pid for seat in ranks.ranks.seats]
+    psutil.Process(pids[1]).suspend()
+    engine.add_request("late", PROMPT, greedy(4))
+    begin = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* has given no sign of life for"):
+        run(engine)
+    assert time.monotonic() - begin < LIMIT
+    engine.shutdown()
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], LIMIT)
+    assert not alive
+
+
+ENGINE = """
+import sys, time
+sys.path[:0] = {path!r}
+from tests.runtime.test_ray_executor import executor
+ranks = executor(pipeline_parallel_size=1)
+ranks.start()
+print(ranks.ranks.seats[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_their_engine_and_their_place_is_free(cluster: Cluster) -> None:
+    program = ENGINE.format(path=sys.path)
+    engine = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    pid = int(engine.stdout.readline())
+    engine.kill()
+    engine.wait()
+    _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], LIMIT)
+    assert not alive
+    ranks = executor(depth=1)  # which takes all there is
+    assert ranks.start() > 0
+    ranks.shutdown()
+
+
+def test_too_small_a_cluster_is_refused_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for sizes, told in (
+        ({"pipeline_parallel_size": 3}, "3 ranks in 3 stages take 3 CPUs; .* has 2 on 3 hosts"),
+        ({"tensor_parallel_size": 2}, "2 ranks need 2 CPUs of one host, .* none has more than 1:"),
+    ):
+        with pytest.raises(ClusterResourcesError, match=told):
+            executor(**{"pipeline_parallel_size": 1, **sizes}).start()
+    there = executor(pipeline_parallel_size=1)
+    there.start()
+    monkeypatch.setattr(ray_cluster, "PLACEMENT_SECONDS", 0.5)
+    with pytest.raises(ClusterResourcesError, match=r"2 on 3 hosts, 1 of them free: add a host"):
+        executor().start()
+    there.shutdown()
+    assert not ray.is_initialized()
+
+
+def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ray_cluster.ADDRESS, "127.0.0.1:1")
+    with pytest.raises(InvalidConfigError, match="no Ray cluster answers at"):
+        executor().start()
+
+
+def test_a_host_has_its_interface_and_a_rank_its_gpu() -> None:
+    assert interface_of("127.0.0.1") in psutil.net_if_addrs()
+    assert interface_of("203.0.113.1") is None
+    assert gpu_index("3", None) == 3
+    assert gpu_index("3", "2,3") == 1
