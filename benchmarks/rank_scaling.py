@@ -1,4 +1,4 @@
-"""One workload on engines of one rank and of several: how fast, and whether the text is the same."""
+"""Workloads on engines of one rank and of several: how fast, and whether the text is the same."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

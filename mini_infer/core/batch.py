@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from mini_infer.core.sampling_params import SamplingParams
 
+IN_FLIGHT = -1
+"""In place of a token: a step in flight samples it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -65,7 +68,8 @@ class ScheduledBatch:
     and samples nothing before ``StepHandle.sample`` brings them."""
     first_token_ids: tuple[int, ...] = ()
     """Of each chunk, the token that it starts with, where the first stage of a pipeline has to be
-    told what the last one sampled; () where one device knows."""
+    told what the last one sampled: ``IN_FLIGHT`` where the host does not know yet, and the last
+    stage itself tells. () where one device knows."""
 
     @property
     def num_tokens(self) -> int:

@@ -202,6 +202,13 @@ class EngineConfig:
         return self.pipeline_parallel_size > 1
 
     @property
+    def feeds_tokens_back(self) -> bool:
+        """Does the last stage of a pipeline send the first one what it sampled? Then a request may
+        be in a step whose first token the host does not know. Not with drafts: what becomes of them
+        is for the host to say."""
+        return self.is_pipelined and self.speculative_config is None
+
+    @property
     def max_step_tokens(self) -> int:
         """Most tokens of one step. Without chunked prefill decodes and their drafts come on top of
         the budget, or a whole prompt could wait for ever beside them."""

@@ -5,19 +5,21 @@
     first stage    tokens ─► embedding ─► layers ─► send
     others                     receive ─► layers ─► send
     last stage                 receive ─► layers ─► head ─► sampler: a ``ModelRunner``'s step
+                      ▲                                        │
+                      └────────────── sampled tokens ──────────┘
 
-The engine has as many steps in flight as there are stages, of different requests, so that each
-stage has one. All stages get the same batches in the same order, so each knows what comes next.
+Each stage has a step of its own (``runtime/turns.py`` says of whom). All get the same batches in
+the same order, so each knows what comes next.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
+from mini_infer.modeling.fed_tokens import FedStage, FeedingStage, write_first_tokens
 from mini_infer.modeling.layers import Embedding
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
@@ -26,7 +28,6 @@ from mini_infer.modeling.stage_graphs import StageGraphs
 from mini_infer.modeling.step_graphs import GraphSet
 from mini_infer.modeling.step_layout import StepLayout
 from mini_infer.modeling.step_result import LocalStep, MaskedStep, device_failures
-from mini_infer.modeling.upload import to_device
 from mini_infer.modeling.weights import share_out_layers
 from mini_infer.parallel.group import TensorParallelGroup
 from mini_infer.parallel.pipeline import StageLink
@@ -62,6 +63,8 @@ class StageRunner(ModelRunner):
         self.stage = share_out_layers(config.model_config, config.pipeline_parallel_size)[index]
         self._here, self._link = self.stage, link
         self._stage_graphs: StageGraphs | None = None
+        self._fed: FedStage | None = None
+        self._feeds: FeedingStage | None = None
 
     def load(self) -> None:
         """See ``ModelRunner.load``."""
@@ -75,6 +78,10 @@ class StageRunner(ModelRunner):
         )
         if not self._here.is_first:
             self.model.embed_tokens = HiddenStates(self._hidden)
+        if config.feeds_tokens_back and self._here.is_first:
+            self._fed = FedStage(self.state, self._link, self._here.count)
+        if config.feeds_tokens_back and self._here.is_last:
+            self._feeds = FeedingStage(self.state, self._link)
 
     def capture_graphs(self) -> None:
         """See ``ModelRunner.capture_graphs``."""
@@ -105,30 +112,55 @@ class StageRunner(ModelRunner):
             CollectiveError: a neighbour is gone.
         """
         with device_failures():
-            self.receive(batch)
+            self._receive(batch)
             if self._here.is_last:
-                return super().execute(batch)
+                return self._last_stages_step(batch)
             with step_range(batch):
+                if self._fed is not None:
+                    self._fed.take_in(batch)
                 self.state.take_in(batch)
-                layout = StepLayout.of(batch)
-                if self._here.is_first and batch.first_token_ids:
-                    self._take_in_first_tokens(layout, batch.first_token_ids)
-                self._link.send(self._run_layers(layout))
+                if self._here.is_first:
+                    write_first_tokens(self.state, batch)
+                self._link.send(self._run_layers(StepLayout.of(batch)))
+                if self._fed is not None:
+                    self._fed.expect(batch)
                 step = LocalStep(batch, self.state.params_by_slot, None, (), self.device)
                 return MaskedStep(lambda masks: step) if batch.masked else step
 
-    def receive(self, batch: ScheduledBatch) -> None:
-        """Takes in what the stage before has sent for a step, to run it or to drop it."""
+    @torch.inference_mode()
+    def drop(self, batch: ScheduledBatch) -> None:
+        """In the last stage, in place of ``execute``: other stages do not know that the step is not
+        to be run."""
+        self._receive(batch)
+        self._feed(batch)
+
+    def _last_stages_step(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
+        try:
+            step = super().execute(batch)
+        except BaseException:
+            self._feed(batch)
+            raise
+        if not isinstance(step, MaskedStep):
+            self._feed(batch)
+            return step
+
+        @torch.inference_mode()
+        def go_on(masks: bytearray) -> MaskedStep:
+            try:
+                step.sample(masks)
+            finally:
+                self._feed(batch)
+            return step
+
+        return MaskedStep(go_on)
+
+    def _receive(self, batch: ScheduledBatch) -> None:
         if not self._here.is_first:
             self._link.receive_(self._hidden[: batch.num_tokens])
 
-    def _take_in_first_tokens(self, layout: StepLayout, token_ids: tuple[int, ...]) -> None:
-        """Writes the tokens that chunks start with: the last stage sampled some of them."""
-        table = self.state.token_table
-        packed = np.array([layout.slots, layout.starts, token_ids], dtype=np.int64)
-        packed[1] += packed[0] * table.shape[1]
-        places, values = to_device(packed[1:], self.device)
-        table.view(-1).index_copy_(0, places, values.to(table.dtype))
+    def _feed(self, batch: ScheduledBatch) -> None:
+        if self._feeds is not None:
+            self._feeds.feed(batch)
 
     def _run_layers(self, layout: StepLayout) -> Tensor:
         """The residual stream ``[T, hidden]`` behind this stage's layers, which no later step

@@ -198,9 +198,9 @@ class LocalStep:
 class MaskedStep:
     """A step that was launched but for its sampling, until its masks are known."""
 
-    def __init__(self, go_on: Callable[[bytearray], LocalStep]) -> None:
+    def __init__(self, go_on: "Callable[[bytearray], LocalStep | MaskedStep]") -> None:
         self._go_on = go_on
-        self._step: LocalStep | None = None
+        self._step: LocalStep | MaskedStep | None = None
 
     def sample(self, masks: bytearray) -> None:
         """Launches the rest, under a row of bits for each masked chunk."""

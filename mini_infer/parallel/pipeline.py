@@ -41,6 +41,13 @@ class StageLink:
     def send(self, x: Tensor) -> None:
         """Sends ``x`` to the next stage, without waiting. It must not be written to any more."""
 
+    def receive_tokens_(self, token_ids: Tensor) -> Tensor:
+        """``token_ids`` itself: in the first stage, now with what the last one fed back."""
+        return token_ids
+
+    def feed_back(self, token_ids: Tensor) -> None:
+        """From the last stage to the first one; else as ``send``."""
+
     def slowest(self, seconds: float) -> float:
         """The largest of what the ranks of all stages measured."""
         return seconds
@@ -49,8 +56,8 @@ class StageLink:
 class DistributedLink(StageLink):
     """Point to point, between processes of ``torch.distributed``.
 
-    A group of two for each pair of neighbours, and so on GPUs a communicator and a stream: what
-    comes does not wait for what goes, nor either for a stage's sums.
+    A group of two for each way, and so on GPUs a communicator and a stream: what comes does not
+    wait for what goes, nor either for a stage's sums.
     """
 
     def __init__(
@@ -58,24 +65,31 @@ class DistributedLink(StageLink):
         world: DistributedGroup,
         before: ProcessGroup | None,
         behind: ProcessGroup | None,
+        back: ProcessGroup | None,
     ) -> None:
-        """``before`` and ``behind``: this rank and its neighbour, if it has one there."""
-        self._world, self._before, self._behind = world, before, behind
+        """``before`` and ``behind``: this rank and its neighbour, if it has one there; ``back``:
+        its places in the last stage and in the first one, if it is in either."""
+        self._world, self._before, self._behind, self._back = world, before, behind, back
         self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive_(self, x: Tensor) -> Tensor:
-        if self._before is not None:
-            with collective():
-                work = dist.irecv(x, group=self._before, group_src=0)
-                assert work is not None
-                work.wait()  # on a GPU it is the stream that waits
-        return x
+        return x if self._before is None else _receive_(x, self._before, sender=0)
+
+    def receive_tokens_(self, token_ids: Tensor) -> Tensor:
+        assert self._back is not None, "it is in the first stage"
+        return _receive_(token_ids, self._back, sender=1)
 
     def send(self, x: Tensor) -> None:
-        if self._behind is None:
-            return
+        if self._behind is not None:
+            self._send(x, self._behind, receiver=1)
+
+    def feed_back(self, token_ids: Tensor) -> None:
+        assert self._back is not None, "it is in the last stage"
+        self._send(token_ids, self._back, receiver=0)
+
+    def _send(self, x: Tensor, pair: ProcessGroup, receiver: int) -> None:
         with collective():
-            work = dist.isend(x, group=self._behind, group_dst=1)
+            work = dist.isend(x, group=pair, group_dst=receiver)
             assert work is not None
             self._unsent.append((work, x))  # which lives until it is sent
             while self._unsent and self._may_forget():
@@ -100,17 +114,30 @@ def join_stages(
     meet(place.rank, place.size, device, rendezvous)
     world = DistributedGroup(place.rank, place.size, device)
     size, count = place.stage_size, place.num_stages
+    last = size * (count - 1)
     group: TensorParallelGroup = SINGLE
-    before = behind = None
+    before = behind = back = None
     with collective():  # every rank makes every group, in the same order
         for stage in range(count) if size > 1 else ():
             processes = dist.new_group([stage * size + index for index in range(size)])
             if stage == place.stage:
                 group = DistributedGroup(place.rank_in_stage, size, device, processes)
-        for first in range(size * (count - 1)):
+        for first in range(last):
             pair = dist.new_group([first, first + size], timedelta(seconds=STAGE_SECONDS))
             if place.rank == first:
                 behind = pair
             elif place.rank == first + size:
                 before = pair
-    return group, DistributedLink(world, before, behind)
+        for first in range(size):
+            pair = dist.new_group([first, first + last], timedelta(seconds=STAGE_SECONDS))
+            if place.rank in (first, first + last):
+                back = pair
+    return group, DistributedLink(world, before, behind, back)
+
+
+def _receive_(x: Tensor, pair: ProcessGroup, sender: int) -> Tensor:
+    with collective():
+        work = dist.irecv(x, group=pair, group_src=sender)
+        assert work is not None
+        work.wait()  # on a GPU it is the stream that waits
+    return x

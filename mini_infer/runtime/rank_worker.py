@@ -251,12 +251,12 @@ class RankWorker:
         self._beats.finish_step(self._rank)
 
     def _drop(self, order: Run) -> None:
-        """The stage before has not heard of a failure, and sends what it computes."""
-        if self._place.stage > 0:
+        """Other stages have not heard of a failure, send what they compute, and wait for more."""
+        if self._place.num_stages > 1:
             from mini_infer.modeling.stage_runner import StageRunner
 
             assert isinstance(self._runner, StageRunner)
-            self._runner.receive(order.batch)
+            self._runner.drop(order.batch)
 
     def _launch(self, order: Run | Sample) -> None:
         if isinstance(order, Sample):

@@ -279,7 +279,9 @@ def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:
         given["max_num_seqs"] = NUM_SEQS[given["device"]]
     if given["depth"] == AUTO:
         num_stages = given["pipeline_parallel_size"]
-        given["depth"] = num_stages if num_stages > 1 else PIPELINE_DEPTH[given["device"]]
+        given["depth"] = PIPELINE_DEPTH[given["device"]]
+        if num_stages > 1:  # a step for each stage, and one that waits for the first
+            given["depth"] = num_stages + (given["speculative_config"] is None)
     if given["max_num_batched_tokens"] == AUTO:
         budget = CHUNK_TOKENS[given["device"]]
         if not given["enable_chunked_prefill"]:

@@ -29,7 +29,7 @@ from mini_infer.runtime.request_queues import RequestQueues
 from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS
 from mini_infer.runtime.step_plan import StepPlan, emit_chunks
 from mini_infer.runtime.step_results import apply_chunk_result, end_update
-from mini_infer.runtime.turns import whose_turn
+from mini_infer.runtime.turns import turns_of
 
 if TYPE_CHECKING:
     from mini_infer.core.step_costs import StepCosts
@@ -65,7 +65,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._speculation = _speculation(config, events, costs)
         self._places = Places(config.max_num_seqs, self._queues, self.cache, self.policy, events)
-        self._pipelined = config.is_pipelined
+        self._turns = turns_of(config)
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._failures: list[RequestUpdate] = []
         self._num_arrivals = 0
@@ -141,6 +141,8 @@ class Scheduler:
         for request in prefilling:
             self._schedule_running(plan, request, RequestState.PREFILLING)
         self._admit_from_outside(plan)
+        if not plan.chunks and self.config.feeds_tokens_back:  # better a short gap than a long one
+            self._schedule_decoding(plan, with_gap=True)
         return self._planned(plan)
 
     def schedule_only(self, requests: Sequence[Request]) -> ScheduledBatch | None:
@@ -159,7 +161,7 @@ class Scheduler:
     def _planned(self, plan: StepPlan) -> ScheduledBatch | None:
         if not plan.chunks:
             return None
-        batch = plan.to_batch(self._num_steps, self._pipelined)
+        batch = plan.to_batch(self._num_steps, self._turns is not None)
         self._num_steps += 1
         self._in_flight.append((batch.step_id, plan.requests))
         if self.events.wants(ChunkScheduled):
@@ -223,15 +225,15 @@ class Scheduler:
     @property
     def _waits(self) -> bool:
         """Are there tokens in flight that the next step could need?"""
-        return bool(self._in_flight) and not self._pipelined
+        return bool(self._in_flight) and self._turns is None
 
-    def _schedule_decoding(self, plan: StepPlan) -> None:
+    def _schedule_decoding(self, plan: StepPlan, with_gap: bool = False) -> None:
         """In most steps each request here gets one more token, in a block that it has: that case
         is written out, as it is what a step of hundreds of requests costs."""
         decoding = RequestState.DECODING
         requests = self._queues.running(decoding)
-        if self._pipelined:
-            requests = whose_turn(requests, self.config.depth)
+        if self._turns is not None:
+            requests = self._turns.next(requests, self._in_flight, with_gap)
         drafting = self._speculation is not None and self._speculation.plan_step(
             requests,
             self._queues.count(RequestState.PREFILLING),

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mini_infer.cache.manager import PrefixMatch
-from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
+from mini_infer.core.batch import IN_FLIGHT, Admission, Chunk, ScheduledBatch
 from mini_infer.core.events import ChunkScheduled, EventStream
 from mini_infer.core.request import Request
 from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS, ChunkDrafts
@@ -87,7 +87,12 @@ class StepPlan:
         first_token_ids: tuple[int, ...] = ()
         if pipelined:
             pairs = zip(self.chunks, self.requests, strict=True)
-            first_token_ids = tuple(r.token_ids[chunk.num_computed_tokens] for chunk, r in pairs)
+            first_token_ids = tuple(
+                r.token_ids[start]
+                if (start := chunk.num_computed_tokens) < len(r.token_ids)
+                else IN_FLIGHT
+                for chunk, r in pairs
+            )
         chunks, admissions = tuple(self.chunks), tuple(self.admissions)
         return ScheduledBatch(step_id, chunks, admissions, first_token_ids=first_token_ids)
 

@@ -71,18 +71,21 @@ class ThreadGroup(TensorParallelGroup):
 
 
 class ThreadLink(StageLink):
-    def __init__(self, meeting: Meeting, rank: int, before: Pipe | None, behind: Pipe) -> None:
+    def __init__(self, meeting: Meeting, rank: int, before: Pipe, behind: Pipe) -> None:
+        """The last stage's way goes on to the first one."""
         self._meeting, self._rank = meeting, rank
         self._before, self._behind = before, behind
 
     def receive_(self, x: Tensor) -> Tensor:
-        assert self._before is not None
         sent = self._before.get(timeout=PATIENCE)
         assert sent.shape == x.shape
+        assert sent.dtype == x.dtype
         return x.copy_(sent)
 
     def send(self, x: Tensor) -> None:
         self._behind.put(x)
+
+    receive_tokens_, feed_back = receive_, send
 
     def slowest(self, seconds: float) -> float:
         return max(self._meeting.exchange(self._rank, seconds))
@@ -105,8 +108,7 @@ class RankThreads:
             if num_stages == 1:
                 self.runners.append(ModelRunner(config, files, group))
                 continue
-            before = pipes[rank - size] if rank >= size else None
-            link = ThreadLink(self._meeting_of_all, rank, before, pipes[rank])
+            link = ThreadLink(self._meeting_of_all, rank, pipes[rank - size], pipes[rank])
             self.runners.append(StageRunner(config, files, group, link, rank // size))
         self._tells = (num_stages - 1) * size
         self._threads = ThreadPoolExecutor(config.num_ranks)
