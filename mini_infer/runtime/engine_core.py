@@ -57,6 +57,7 @@ class EngineCore:
         costs = executor.step_costs() if config.speculative_config else None
         self.scheduler = Scheduler(config, num_blocks, self.events, costs=costs)
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
+        self._launching: ScheduledBatch | None = None
         self._submit_failed = False
         self._trials = StepTrials()
         self._grammars = GrammarRequests(grammars, config.model_config.vocab_size)
@@ -104,6 +105,13 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         """True while ``step`` has something to do."""
         return bool(self._in_flight or self.scheduler.has_unfinished() or self._grammars)
+
+    @property
+    def under_way(self) -> list[ScheduledBatch]:
+        """The steps in flight, and one that is being launched. On whatever thread."""
+        launching = self._launching
+        batches = [batch for batch, _ in tuple(self._in_flight)]
+        return batches if launching is None else [*batches, launching]
 
     def step(self) -> list[RequestUpdate]:
         """Launches what can run, takes in the oldest step in flight, returns what is new.
@@ -156,6 +164,7 @@ class EngineCore:
         """Launches a step. It counts as in flight even where Ctrl-C cuts that short, as it does in
         the scheduler."""
         handle: StepHandle = _FailedStep(_InterruptedError("while it was launched"))
+        self._launching = batch
         try:
             handle = self.executor.submit(batch)
         except Exception as error:
@@ -164,6 +173,7 @@ class EngineCore:
             # Its admissions may not have reached the device, so no step may build on it.
             self._submit_failed = isinstance(handle, _FailedStep)
             self._in_flight.append((batch, handle))
+            self._launching = None
             if batch.masked and isinstance(handle, MaskedStepHandle):
                 self._unsampled = handle
 

@@ -25,6 +25,7 @@ from mini_infer.runtime.engine_messages import (
     pack_event,
 )
 from mini_infer.runtime.engine_profiler import EngineProfiler
+from mini_infer.runtime.engine_pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,13 @@ SAVE_POLL_MS = 20
 class EngineLoop:
     """Obeys the link, steps, and tells the link, until ``Stop`` or the engine's death."""
 
-    def __init__(self, core: EngineCore, link: Link[ToServer, ToEngine]) -> None:
+    def __init__(
+        self, core: EngineCore, link: Link[ToServer, ToEngine], pulse: Pulse | None = None
+    ) -> None:
+        """``pulse`` is told of each turn, where somebody looks whether there are any."""
         self._core = core
         self._link = link
+        self._pulse = pulse or Pulse()
         self._profiler = EngineProfiler()
         self._events: list[Event] = []
         self._refusals: list[tuple[str, Failure]] = []
@@ -54,7 +59,10 @@ class EngineLoop:
         """
         try:
             while self._obey():
-                self._tell(self._core.step())
+                self._pulse.begin()
+                updates = self._core.step()
+                self._pulse.end()
+                self._tell(updates)
         except Exception as error:
             logger.exception("the engine failed")
             self._link.send(Failed(Failure.of(error)))
@@ -79,9 +87,15 @@ class EngineLoop:
             message = self._link.receive()
             if isinstance(message, Stop):
                 return False
-            self._take_in(message)
+            if isinstance(message, Call):
+                with self._pulse.patience():
+                    self._call(message)
+            else:
+                self._pulse.begin()
+                self._take_in(message)
+                self._pulse.end()
 
-    def _take_in(self, message: ToEngine) -> None:
+    def _take_in(self, message: Add | Finish | Listen) -> None:
         match message:
             case Add():
                 try:
@@ -97,10 +111,6 @@ class EngineLoop:
                 self._core.events.unsubscribe(self._events.append)
                 kinds = [EVENT_KINDS[number] for number in message.kinds]
                 self._core.events.subscribe(self._events.append, *kinds)
-            case Call():
-                self._call(message)
-            case Stop():
-                raise AssertionError("the last message is not taken in")
 
     def _call(self, call: Call) -> None:
         try:

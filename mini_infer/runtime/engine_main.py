@@ -7,9 +7,9 @@ as JSON. From then on standard input is the parent's lifeline: it ends when the 
 that ends, and this process with it.
 """
 
-import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -32,8 +32,10 @@ from mini_infer.runtime.engine_messages import (
     ToServer,
     to_server,
 )
+from mini_infer.runtime.engine_pulse import Pulse
 from mini_infer.runtime.grammar_compiler import GrammarCompiler
 from mini_infer.runtime.resolve import load_tokenizer, locate_tokenizer, resolve_core
+from mini_infer.runtime.silence import PULSE
 
 MAX_STEPS_AHEAD = 16
 """Messages that wait for a server that is slower than its engine, before steps wait for it. Each
@@ -45,11 +47,14 @@ RECONNECT_MS = 5
 def main() -> None:
     """Runs until the server says so, or is gone."""
     endpoint = sys.argv[1]
+    folder = Path(endpoint.removeprefix("ipc://")).parent
     # Ctrl-C and a service manager's SIGTERM are the server's to obey: it tells us when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, args=(endpoint,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    pulse = Pulse(folder / PULSE)
+    pulse.start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, MAX_STEPS_AHEAD)
@@ -57,13 +62,13 @@ def main() -> None:
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.connect(endpoint)
-    exit_code = _serve(options, to_server(socket))
+    exit_code = _serve(options, to_server(socket), pulse)
     socket.close()
     context.term()
     sys.exit(exit_code)
 
 
-def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine]) -> int:
+def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine], pulse: Pulse) -> int:
     try:
         folder = locate_tokenizer(options)
         link.send(Located(None if folder is None else str(folder)))
@@ -79,19 +84,17 @@ def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine]) -> int:
         link.send(Failed(Failure.of(error)))
         return 1
     link.send(Loaded(core.config))
+    pulse.watch(core)
     try:
-        EngineLoop(core, link).run()
+        EngineLoop(core, link, pulse).run()
     except Exception:  # which the log has, and the server
         return 1
     return 0
 
 
-def _end_with_parent(endpoint: str) -> None:
+def _end_with_parent(folder: Path) -> None:
     """Nobody else is left to remove the socket, where the parent was killed."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    path = Path(endpoint.removeprefix("ipc://"))
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

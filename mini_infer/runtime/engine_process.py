@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mini_infer.core.errors import EngineDeadError
+from mini_infer.runtime.silence import HUNG_EXIT_CODE, LOOK_SECONDS, PULSE, Silence
 
 if TYPE_CHECKING:
     from mini_infer.core.engine_config import EngineConfig
@@ -31,6 +32,9 @@ STOP_GRACE = 3.0
 """Seconds that an engine that was told to stop may take, before it is killed."""
 POLL_MS = 50
 STOP_POLL_MS = 5
+KILL_SECONDS = 2.0
+"""After which a killed process is left to the system: a driver's call may hold it."""
+HUNG = "hung (no sign of life for {:.0f} s)"
 MAX_FOLDER_BYTES = 70
 THREADS = {"GOMP_SPINCOUNT": "10000"}
 """Torch's threads on a CPU wait for each other in a loop, and where the server's process has one of
@@ -72,6 +76,7 @@ class EngineProcess:
         is_long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES
         self._folder = tempfile.mkdtemp(prefix="mini-infer-", dir="/tmp" if is_long else None)
         self._endpoint = f"ipc://{self._folder}/engine"
+        self._silence = Silence(Path(self._folder) / PULSE)
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, self._endpoint, "\n".join(sys.path)],
             stdin=subprocess.PIPE,
@@ -142,6 +147,10 @@ class EngineProcess:
                         f"the engine's process {self.wait()} while it loaded the model; its "
                         f"output above may say why (often: too little memory)"
                     )
+                if silence := self._silence.look():
+                    raise EngineDeadError(
+                        f"the engine's process {HUNG.format(silence)} while it loaded the model"
+                    )
             message = self.link.receive()
             if isinstance(message, Failed):
                 raise message.failure.to_exception()
@@ -151,12 +160,26 @@ class EngineProcess:
         return message
 
     def wait(self) -> str:
-        code = self._process.wait()
+        """Kills it where it gives no sign of life."""
+        ended = threading.Event()
+        threading.Thread(target=self._wait_for_end, args=(ended,), daemon=True).start()
+        while not ended.wait(LOOK_SECONDS):
+            if silence := self._silence.look():
+                self._process.kill()
+                ended.wait(KILL_SECONDS)
+                return HUNG.format(silence)
+        code = self._process.returncode
+        if code == HUNG_EXIT_CODE:
+            return "hung in a step"
         if code >= 0:
             return f"ended with exit code {code}"
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
+
+    def _wait_for_end(self, ended: threading.Event) -> None:
+        self._process.wait()
+        ended.set()
 
     def close(self) -> None:
         from mini_infer.runtime.engine_messages import Stop
@@ -174,7 +197,8 @@ class EngineProcess:
 
     def _clean_up(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_SECONDS)
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(AttributeError):  # no link yet

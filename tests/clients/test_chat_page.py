@@ -170,6 +170,7 @@ def test_a_models_text_is_never_html(page: Page) -> None:
 def test_reload_and_new_chat_begin_anew(page: Page) -> None:
     articles = page.get_by_role("article")
     for begin_anew in (page.reload, page.get_by_role("button", name="New chat").click):
+        page.get_by_label("Max tokens").fill("16")
         send(page, QUESTION)
         expect(articles).to_have_count(2)
         expect(page.get_by_role("button", name="Send")).to_be_visible()

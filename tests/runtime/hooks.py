@@ -1,10 +1,12 @@
 """Scheduling policies that change the engine's process which loads them, for tests from outside."""
 
+import ctypes
 import time
 from typing import Any
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.errors import EngineDeadError
+from mini_infer.runtime import step_limit
 from mini_infer.runtime.dry_run import DryRunExecutor
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.policy import FirstComeFirstServed
@@ -39,3 +41,23 @@ class Poison(FirstComeFirstServed):
             return submit(executor, batch)
 
         DryRunExecutor.submit = failing  # type: ignore[method-assign]
+
+
+class Hangs(FirstComeFirstServed):
+    """A step of a prompt with "loop" in it never ends; with "lock", nor does it let go of the
+    interpreter's lock. Steps that never end are found soon."""
+
+    def __init__(self) -> None:
+        step_limit.STEP_SECONDS = 0.5
+        submit = DryRunExecutor.submit
+
+        def hanging(executor: DryRunExecutor, batch: ScheduledBatch) -> Any:
+            for admission in batch.admissions:
+                prompt = bytes(item for item in admission.token_ids if item < 256)
+                while b"loop" in prompt:
+                    time.sleep(0.01)
+                if b"lock" in prompt:
+                    ctypes.PyDLL(None).pause()
+            return submit(executor, batch)
+
+        DryRunExecutor.submit = hanging  # type: ignore[method-assign]

@@ -19,11 +19,12 @@ import pytest
 from mini_infer.core.errors import EngineDeadError, InvalidConfigError, InvalidRequestError
 from mini_infer.core.events import Admitted, Answered, Event, Finished, Queued, TokensEmitted
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.runtime import engine_restarts
+from mini_infer.runtime import engine_restarts, silence
 from mini_infer.runtime.async_engine import AsyncEngine
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.engine_process import EngineProcess, EngineStarter
 from mini_infer.runtime.resolve import load_tokenizer
+from tests.serving.live import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -32,6 +33,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 SLOW = {"dry_run": True, "scheduling_policy": "tests.runtime.hooks:Slow"}
 POISON = {"dry_run": True, "scheduling_policy": "tests.runtime.hooks:Poison"}
+HANGS = {"dry_run": True, "scheduling_policy": "tests.runtime.hooks:Hangs"}
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +198,54 @@ async def test_a_killed_engine_fails_its_requests_and_is_started_again() -> None
     assert [ends[f"{index}"] for index in range(3)] == ["error"] * 3
     answers = {e.request_id: e.reason for e in events if isinstance(e, Answered)}
     assert answers == ends
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [("loop", "hung in a step"), ("lock", r"hung \(no sign of life for \d s\)")],
+)
+async def test_a_hung_engine_is_a_dead_one(
+    prompt: str, why: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running(HANGS) as engine:
+        expected = await text_of(engine, "Hello")
+        first = process_of(engine)
+        monkeypatch.setattr(silence, "SILENCE_SECONDS", 2.0)
+        with pytest.raises(EngineDeadError, match=f"{why} and is being restarted"):
+            await text_of(engine, prompt)
+        assert not is_alive(first.pid)
+        await until(lambda: engine.healthy)
+        assert process_of(engine).pid != first.pid
+        assert await text_of(engine, "Hello") == expected
+    log = capfd.readouterr().err
+    assert ("hooks.py" in log) == (prompt == "loop"), "where it hung, while somebody could tell"
+
+
+async def test_a_stopped_engine_is_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running({"dry_run": True}) as engine:
+        first = process_of(engine)
+        os.kill(first.pid, signal.SIGSTOP)
+        monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.5)
+        with pytest.raises(EngineDeadError, match=r"hung .* and is being restarted"):
+            await text_of(engine, "Hello")
+        monkeypatch.undo()
+        assert not is_alive(first.pid)
+        await until(lambda: engine.healthy)
+        assert await text_of(engine, "Hello")
+
+
+def test_an_engine_that_stops_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    starter = EngineStarter({"dry_run": True})
+    process = starter.spawn()
+    page = Path(process._folder) / silence.PULSE
+    wait_for(lambda: page.exists() and any(page.read_bytes()[:8]))
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(silence, "PATIENT_SECONDS", 0.5)
+    monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.5)
+    with pytest.raises(EngineDeadError, match=r"hung .* while it loaded the model"):
+        starter.start()
+    assert not is_alive(process.pid)
+    assert not Path(process._folder).exists()
 
 
 async def test_calls_of_a_killed_engine_fail() -> None:

@@ -16,7 +16,7 @@ from mini_infer.core.events import Admitted, DraftsVerified, Queued, StepComplet
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.server_metrics import ServerMetrics
 from tests.serving.live import COMPLETIONS, wait_for
-from tests.serving.test_faults import SLOW, Server, server
+from tests.serving.test_faults import PROGRAM, SLOW, Server, server
 
 pytestmark = pytest.mark.processes
 
@@ -78,6 +78,24 @@ def test_a_killed_replica_ends_what_it_had_begun_and_others_take_the_rest() -> N
         "replica 1 was killed by SIGKILL; what it had begun ended with an error",
         "replica 1 runs again, with an empty cache",
     ]
+
+
+def test_a_hung_replica_is_noticed_and_others_take_its_requests() -> None:
+    program = f"import mini_infer.runtime.silence as s; s.SILENCE_SECONDS = 2.0\n{PROGRAM}"
+    with server(*TWO, program=program) as running, ThreadPoolExecutor(2) as pool:
+        expected = running.chat(max_tokens=30, temperature=0).json()["choices"]
+        _, second = engines_of(running)
+        os.kill(second.pid, signal.SIGSTOP)
+        # Each gets one of them.
+        asked = [pool.submit(running.chat, max_tokens=30, temperature=0) for _ in range(2)]
+        wait_for(lambda: "restarted" in str(running.client.get("/health").json()["replicas"]))
+        answers = [one.result() for one in asked]
+        assert [answer.json()["choices"] for answer in answers] == [expected] * 2
+        assert not is_alive(second)
+        said = running.client.get("/health").json()["replicas"]
+        assert said == ["ok", "ok"] or "replica 1 hung (no sign of life" in said[1]
+        wait_for(lambda: running.client.get("/health").json() == OK)
+        assert running.end() == 0
 
 
 def test_while_no_replica_runs_health_says_so() -> None:
