@@ -28,7 +28,7 @@ SHARED_SERVERS = "tests/clients/"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Says what one worker runs where there are several (``-n 2 --dist loadgroup``): a file, as its
     tests share fixtures; all files whose tests start processes and wait for them, so that these
-    have a core to themselves. The latter are first, as they take longest."""
+    have a core to themselves. What takes longest is first, so that all workers end together."""
     for item in items:
         file = item.nodeid.partition("::")[0]
         if item.get_closest_marker("processes"):
@@ -36,8 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             group = SHARED_SERVERS if file.startswith(SHARED_SERVERS) else file
         item.add_marker(pytest.mark.xdist_group(group))
-    dear = ("processes", SHARED_SERVERS)
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] not in dear)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    assert group is not None
+    if group.args[0] in ("processes", SHARED_SERVERS):
+        return 0
+    return 1 if item.get_closest_marker("real_model") else 2
 
 
 @pytest.fixture(scope="session")
