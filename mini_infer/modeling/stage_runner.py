@@ -14,13 +14,16 @@ the same order, so each knows what comes next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.modeling.fed_tokens import FedStage, FeedingStage, write_first_tokens
-from mini_infer.modeling.layers import Embedding
+from mini_infer.modeling.layers import Embedding, Layer
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.profiling import step_range
@@ -46,6 +49,24 @@ class HiddenStates(Embedding):
         return self._received[: len(token_ids)].clone()
 
 
+class WatchedLayer(Layer):
+    """Tells that its layer's turn has come."""
+
+    def __init__(self, layer: nn.Module, on_progress: Callable[[], None]) -> None:
+        super().__init__()
+        self.layer, self._on_progress = layer, on_progress
+
+    def forward(self, *arguments: Any) -> Tensor:
+        """See ``DecoderLayer.forward``."""
+        self._on_progress()
+        x: Tensor = self.layer(*arguments)
+        return x
+
+
+def _nothing() -> None:
+    """On a GPU steps are only launched, which takes no time."""
+
+
 class StageRunner(ModelRunner):
     """The runner of a rank in one of several stages."""
 
@@ -56,12 +77,15 @@ class StageRunner(ModelRunner):
         group: TensorParallelGroup,
         link: StageLink,
         index: int,
+        on_progress: Callable[[], None],
     ) -> None:
         """``group`` are the ranks of this stage, the one at ``index``; ``link`` is the way to its
-        neighbours."""
+        neighbours. On a CPU each step is told ``on_progress`` as often as the model has layers,
+        whichever of them are here: others wait for it, and want to know that it does not hang."""
         super().__init__(config, files, group)
         self.stage = share_out_layers(config.model_config, config.pipeline_parallel_size)[index]
         self._here, self._link = self.stage, link
+        self._on_progress = on_progress if config.device == "cpu" else _nothing
         self._stage_graphs: StageGraphs | None = None
         self._fed: FedStage | None = None
         self._feeds: FeedingStage | None = None
@@ -76,6 +100,9 @@ class StageRunner(ModelRunner):
             dtype=self.dtype,
             device=self.device,
         )
+        if self.device.type == "cpu":
+            watched = (WatchedLayer(layer, self._on_progress) for layer in self.model.layers)
+            self.model.layers = nn.ModuleList(watched)
         if not self._here.is_first:
             self.model.embed_tokens = HiddenStates(self._hidden)
         if config.feeds_tokens_back and self._here.is_first:
@@ -113,26 +140,31 @@ class StageRunner(ModelRunner):
         """
         with device_failures():
             self._receive(batch)
-            if self._here.is_last:
-                return self._last_stages_step(batch)
-            with step_range(batch):
-                if self._fed is not None:
-                    self._fed.take_in(batch)
-                self.state.take_in(batch)
-                if self._here.is_first:
-                    write_first_tokens(self.state, batch)
-                self._link.send(self._run_layers(StepLayout.of(batch)))
-                if self._fed is not None:
-                    self._fed.expect(batch)
-                step = LocalStep(batch, self.state.params_by_slot, None, (), self.device)
-                return MaskedStep(lambda masks: step) if batch.masked else step
+            run = self._last_stages_step if self._here.is_last else self._other_stages_step
+            step = run(batch)
+            self._tell_progress(self.config.model_config.num_layers - len(self._here.layers))
+            return step
 
     @torch.inference_mode()
     def drop(self, batch: ScheduledBatch) -> None:
         """In the last stage, in place of ``execute``: other stages do not know that the step is not
         to be run."""
         self._receive(batch)
+        self._tell_progress(self.config.model_config.num_layers)
         self._feed(batch)
+
+    def _other_stages_step(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
+        with step_range(batch):
+            if self._fed is not None:
+                self._fed.take_in(batch)
+            self.state.take_in(batch)
+            if self._here.is_first:
+                write_first_tokens(self.state, batch)
+            self._link.send(self._run_layers(StepLayout.of(batch)))
+            if self._fed is not None:
+                self._fed.expect(batch)
+            step = LocalStep(batch, self.state.params_by_slot, None, (), self.device)
+            return MaskedStep(lambda masks: step) if batch.masked else step
 
     def _last_stages_step(self, batch: ScheduledBatch) -> LocalStep | MaskedStep:
         try:
@@ -157,6 +189,10 @@ class StageRunner(ModelRunner):
     def _receive(self, batch: ScheduledBatch) -> None:
         if not self._here.is_first:
             self._link.receive_(self._hidden[: batch.num_tokens])
+
+    def _tell_progress(self, num_layers: int) -> None:
+        for _ in range(num_layers):
+            self._on_progress()
 
     def _feed(self, batch: ScheduledBatch) -> None:
         if self._feeds is not None:

@@ -135,12 +135,20 @@ def join_ranks(
     """
     if size == 1:
         return SINGLE
-    meet(rank, size, device, rendezvous)
+    meet(rank, size, device, rendezvous, patience(device))
     return DistributedGroup(rank, size, device)
 
 
-def meet(rank: int, size: int, device: torch.device, rendezvous: Rendezvous) -> None:
-    """Makes all processes one of ``torch.distributed``'s groups.
+def patience(device: torch.device) -> float:
+    """Seconds that a collective waits for ranks which do the same work."""
+    return DEVICE_COLLECTIVE_SECONDS if device.type == "cuda" else COLLECTIVE_SECONDS
+
+
+def meet(
+    rank: int, size: int, device: torch.device, rendezvous: Rendezvous, seconds: float
+) -> None:
+    """Makes all processes one of ``torch.distributed``'s groups, whose collectives wait for so many
+    ``seconds``.
 
     Raises:
         CollectiveError: they did not come.
@@ -148,7 +156,6 @@ def meet(rank: int, size: int, device: torch.device, rendezvous: Rendezvous) -> 
     on_gpu = device.type == "cuda"
     if not on_gpu and rendezvous.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
-    seconds = DEVICE_COLLECTIVE_SECONDS if on_gpu else COLLECTIVE_SECONDS
     with collective():
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",

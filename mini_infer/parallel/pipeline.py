@@ -20,6 +20,7 @@ from mini_infer.parallel.group import (
     TensorParallelGroup,
     collective,
     meet,
+    patience,
 )
 from mini_infer.parallel.rank_place import RankPlace
 from mini_infer.parallel.rendezvous import Rendezvous
@@ -111,7 +112,7 @@ def join_stages(
     Raises:
         CollectiveError: they did not come.
     """
-    meet(place.rank, place.size, device, rendezvous)
+    meet(place.rank, place.size, device, rendezvous, STAGE_SECONDS)
     world = DistributedGroup(place.rank, place.size, device)
     size, count = place.stage_size, place.num_stages
     last = size * (count - 1)
@@ -119,7 +120,8 @@ def join_stages(
     before = behind = back = None
     with collective():  # every rank makes every group, in the same order
         for stage in range(count) if size > 1 else ():
-            processes = dist.new_group([stage * size + index for index in range(size)])
+            ranks = [stage * size + index for index in range(size)]
+            processes = dist.new_group(ranks, timedelta(seconds=patience(device)))
             if stage == place.stage:
                 group = DistributedGroup(place.rank_in_stage, size, device, processes)
         for first in range(last):

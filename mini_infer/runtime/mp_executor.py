@@ -73,6 +73,7 @@ class MultiProcessExecutor:
         """
         config, files = self._config, self._files
         self._ranks = self._start_ranks()
+        self._ranks.watches_progress = config.is_pipelined and config.device == "cpu"
         try:
             for _ in self._answers():
                 pass  # all of them are up, so that none waits for another that is not

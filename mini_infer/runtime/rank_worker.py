@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -203,7 +204,8 @@ class RankWorker:
         from mini_infer.parallel.pipeline import join_stages
 
         group, link = join_stages(self._place, device, self._rendezvous)
-        return StageRunner(config, files, group, link, self._place.stage)
+        on_progress = partial(self._beats.finish_step, self._rank)
+        return StageRunner(config, files, group, link, self._place.stage, on_progress)
 
     def _locate(self, order: Load) -> "ModelFiles":
         from mini_infer.modeling.model_files import ModelFiles

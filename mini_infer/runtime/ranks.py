@@ -57,6 +57,9 @@ class Ranks(ABC):
         """Makes the sockets, which the subclass binds, before it starts ``size`` ranks, in
         ``num_stages`` of a pipeline, and calls ``_watch_anew``."""
         self.size = size
+        self.watches_progress = False
+        """Do the counts of steps move during a step as well? Then a step is under way while they
+        do."""
         self.places = [RankPlace(rank, size // num_stages, num_stages) for rank in range(size)]
         self._beats: Beats
         self._reason: str | None = None
@@ -205,11 +208,10 @@ class Ranks(ABC):
             self._die_of(ended)  # else it has said why
         self._look_for_silent(LOADING_SILENCE_SECONDS if loading else SILENCE_SECONDS)
         steps = [count for _, count in self._counts]
-        if min(steps) < max(steps) and time.monotonic() - self._moved > LAG_SECONDS:
-            slow = steps.index(min(steps))
-            self._die(
-                f"{self.name(slow)} hangs in a step that others launched {LAG_SECONDS:g} s ago"
-            )
+        behind = min(steps) < max(steps) or (self.watches_progress and not loading)
+        if behind and time.monotonic() - self._moved > LAG_SECONDS:
+            slow = steps.index(min(steps))  # of several, others wait for the first
+            self._die(f"{self.name(slow)} hangs: others have waited {LAG_SECONDS:g} s for its step")
 
     def _listen(self) -> None:
         """Notes which counters have moved."""

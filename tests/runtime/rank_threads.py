@@ -109,7 +109,7 @@ class RankThreads:
                 self.runners.append(ModelRunner(config, files, group))
                 continue
             link = ThreadLink(self._meeting_of_all, rank, pipes[rank - size], pipes[rank])
-            self.runners.append(StageRunner(config, files, group, link, rank // size))
+            self.runners.append(StageRunner(config, files, group, link, rank // size, int))
         self._tells = (num_stages - 1) * size
         self._threads = ThreadPoolExecutor(config.num_ranks)
 

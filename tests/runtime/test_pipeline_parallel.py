@@ -74,13 +74,13 @@ def check(engine: LLMEngine, name: str, order: Sequence[int]) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(2, 1), (3, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture(name: str, size: tuple[int, int]) -> None:
     check(pipeline(name, size), name, range(len(PROMPTS)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     name=st.sampled_from(list(MODELS)),
     size=st.sampled_from(SIZES),
