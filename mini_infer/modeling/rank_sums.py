@@ -40,12 +40,18 @@ class RankSum:
         self.norm_after: NormAfterSum | None = None
         """The one that is made of the sum next, if that is known."""
 
+    def fits(self, part: Tensor) -> bool:
+        """Is ``part [T, size]`` one of those that a kernel of our own adds up?"""
+        boxes = self.group.mailboxes
+        return boxes is not None and boxes.fit(part)
+
     def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``part [T, size]`` of all ranks together, added to ``residual`` in place if given."""
+        """``part [T, size]`` of all ranks together; where parts fit, added to ``residual`` in place
+        if that is given."""
         boxes = self.group.mailboxes
         if boxes is None or not boxes.fit(part):
-            total = self.group.all_reduce_(part)
-            return total if residual is None else residual.add_(total)
+            assert residual is None
+            return self.group.all_reduce_(part)
         after = self.norm_after
         norm = None if after is None else after.parameters_for(part.dtype)
         places = boxes.addresses, boxes.turns, boxes.rank

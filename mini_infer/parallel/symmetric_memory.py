@@ -92,7 +92,8 @@ def _mapped(
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory as symmetric
 
-    symmetric.set_backend("CUDA")
+    if symmetric.get_backend(device) != "CUDA":
+        symmetric.set_backend("CUDA")
     own = symmetric.empty(2, max_rows, group.size(), size, dtype=dtype, device=device)
     own.view(torch.uint8).fill_(0xFF)
     torch.cuda.synchronize(device)  # before anybody can write there

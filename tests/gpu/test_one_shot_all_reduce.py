@@ -96,7 +96,8 @@ def check_values(rank: int, device: torch.device) -> None:
                 dist.all_gather_into_tensor(both.flatten(0, 1), out)
                 assert torch.equal(both[0], both[1])
                 if normed is not None:
-                    assert torch.equal(normed, rms_norm(out, weight, EPS))
+                    wanted = rms_norm(out.double(), weight.double(), EPS)
+                    assert (normed.double() - wanted).norm() / wanted.norm() < tolerance
         torch.cuda.synchronize()
         dist.barrier()
         assert (boxes.memory[0].view(torch.uint8) == 0xFF).all()
@@ -149,6 +150,7 @@ def check_alone(rank: int, device: torch.device) -> None:
     sum_over_ranks(part, None, None, *places, max_polls=MAX_POLLS // 2**8)
     with pytest.raises(RuntimeError, match="launch failure"):
         torch.cuda.synchronize()
+    os._exit(0)  # nothing that this process would now tidy up can still be reached
 
 
 @pytest.mark.parametrize("check", ["check_values", "check_replays", "check_alone"])
