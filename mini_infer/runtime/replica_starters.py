@@ -88,6 +88,8 @@ def replica_environment(options: Mapping[str, Any], index: int, num: int) -> dic
     visible = os.environ.get(VISIBLE_DEVICES)
     devices = _gpus() if visible is None else [name for name in visible.split(",") if name]
     on_gpus = bool(devices) and options.get("device") != "cpu" and not options.get("dry_run")
+    if options.get("distributed_executor_backend") == "ray" and len(devices) < num * per_replica:
+        return environment  # there are others in the cluster
     if on_gpus and len(devices) < num * per_replica:
         raise InvalidConfigError(
             f"{num} replicas take {num * per_replica} GPUs, and there are {len(devices)}: give "

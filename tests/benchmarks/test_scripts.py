@@ -9,6 +9,7 @@ from typing import Any
 import chunked_prefill
 import continuous_batching
 import dtype_agreement
+import executors
 import pipeline_parallel
 import prefix_cache
 import pytest
@@ -113,6 +114,16 @@ def test_pipeline_parallel(run: Run) -> None:
     found = [(row["stages"], row["same text"]) for row in result["rows"]]
     assert found == [("1", "1 of 1"), ("2, a step at a time", "1 of 1"), ("2", "1 of 1")]
     assert all(row["of 1"] > 0 for row in result["rows"])
+
+
+def test_executors(run: Run) -> None:
+    """Without Ray, whose cluster takes longer to start than all of this."""
+    limits = ["--max-model-len", 256, "--engine", "kv_cache_memory=8MiB"]
+    options = ["--executors", "local", "mp", "--stages", 1, "--workloads", "batch 1"]
+    result = run(executors, *options, "--dtype", "float32", *limits)
+    found = [(row["executor"], row["same text"]) for row in result["rows"]]
+    assert found == [("local", "1 of 1"), ("mp", "1 of 1")]
+    assert all(row["of local"] > 0 for row in result["rows"])
 
 
 def test_structured_output(run: Run) -> None:

@@ -342,6 +342,8 @@ def test_each_replica_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     }
     with pytest.raises(InvalidConfigError, match="3 replicas take 6 GPUs, and there are 4: give"):
         ReplicaStarters(two_each, 3)
+    on_ray = {**two_each, "distributed_executor_backend": "ray"}
+    assert replica_environment(on_ray, 1, 3) == {"OMP_NUM_THREADS": "5"}
     assert len(ReplicaStarters({"dry_run": True}, 5).each) == 5
     assert len(ReplicaStarters({"device": "cpu"}, 5).each) == 5
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

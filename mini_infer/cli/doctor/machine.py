@@ -22,6 +22,7 @@ OPTIONAL = {
     "msgspec": "engines and ranks in processes of their own",
     "zmq": "engines and ranks in processes of their own",
     "prometheus_client": "the server's metrics",
+    "ray": "ranks on several hosts, Ray Serve",
     "opentelemetry": "traces",
 }
 """Modules, and what needs them."""
