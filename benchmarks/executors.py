@@ -8,6 +8,7 @@ All engines are open at once and take turns, so that a busy moment meets all of 
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Sequence
 
 from gpu_workloads import BATCHES, MIXED
@@ -18,7 +19,10 @@ from rank_scaling import Scaling
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--executors", nargs="+", choices=("local", "mp", "ray"), default=["mp", "ray"]
+        "--executors",
+        nargs="+",
+        choices=("local", "mp", "ray"),
+        default=["mp", "ray"] if importlib.util.find_spec("ray") else ["mp"],
     )
     parser.add_argument("--stages", type=positive, default=2, help="of the pipeline")
     parser.add_argument("--size", type=positive, default=1, help="ranks in each stage")

@@ -24,6 +24,7 @@ BENCHMARKS = (
     "speculative_batches",
     "tensor_parallel",
     "pipeline_parallel",
+    "executors",
     "vs_huggingface",
     "serving_load",
     "serving_overhead",
