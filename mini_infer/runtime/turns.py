@@ -12,7 +12,7 @@ while others shrink as requests end.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.request import Request
@@ -43,15 +43,19 @@ class Turns:
         most = -(-len(decoding) // self._num_groups)
         if not self._is_fed:
             return [r for r in decoding if not r.num_in_flight_tokens][:most]
-        busy: set[Request] = set()
-        if not with_gap:
-            last = itertools.islice(reversed(in_flight), self._num_stages - 1)
+        furthest = self._num_stages - 1  # whoever is there has the first stage wait for the longest
+        for num_steps in range(furthest - 1, -1, -1) if with_gap else (furthest,):
+            last = itertools.islice(reversed(in_flight), num_steps)
             busy = {request for _, requests in last for request in requests}
-        return [
-            request
-            for request in decoding
-            if not request.num_in_flight_tokens or (request not in busy and request.grammar is None)
-        ][:most]
+            if ready := [request for request in decoding if _is_ready(request, busy)]:
+                return ready[:most]
+        return []
+
+
+def _is_ready(request: Request, busy: Collection[Request]) -> bool:
+    if not request.num_in_flight_tokens:
+        return True
+    return request.grammar is None and request not in busy
 
 
 def turns_of(config: EngineConfig) -> Turns | None:
