@@ -20,6 +20,7 @@ from mini_infer.modeling.layers import activation_dtype
 from mini_infer.modeling.memory_profile import SLACK
 from mini_infer.modeling.sharding import Shard, check_divides
 from mini_infer.modeling.weight_memory import GIB, HALF_DTYPES, weight_bytes
+from mini_infer.modeling.weights import share_out_layers
 
 GRAPH_BYTES = 2**30
 """Of all CUDA graphs of an engine, about; see ``docs/doctor.md``."""
@@ -48,8 +49,8 @@ class MemoryPlan:
     rank_weight_bytes: tuple[int, ...]
     draft_weight_bytes: int
     """On every rank: of a draft model or a draft head."""
-    block_bytes: int
-    """On one rank."""
+    rank_block_bytes: tuple[int, ...]
+    """Of a KV block's part on each rank: those of the layers of its stage."""
     step_bytes: int
     """On one rank, estimated: the largest steps, CUDA graphs, and NCCL where there are several
     ranks. Nought on a CPU, which sets nothing aside for them."""
@@ -59,8 +60,8 @@ class MemoryPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """On one rank, over all layers, a draft model's included."""
-        return self.block_bytes // self.config.block_size
+        """On one rank, the one with most layers: over all of these, a draft model's included."""
+        return max(self.rank_block_bytes) // self.config.block_size
 
     @property
     def num_tokens(self) -> int:
@@ -87,21 +88,26 @@ def plan_memory(config: EngineConfig, devices: Sequence[DeviceMemory]) -> Memory
     """``devices`` are the GPUs of the ranks, in their order; or the CPU's memory, alone.
 
     Raises:
-        InvalidConfigError: the model can't be cut for so many ranks, or its draft head is no head
-            of this model.
+        InvalidConfigError: the model can't be cut for so many ranks or stages, or its draft head
+            is no head of this model.
         ModelNotFoundError, UnsupportedModelError, WeightsError: the draft head can't be used.
     """
     check_divides(config.model_config, config.tensor_parallel_size)
     size, dtype = config.tensor_parallel_size, getattr(torch, config.dtype)
-    shards = [Shard(config.model_config, rank, size) for rank in range(size)]
-    weights = tuple(weight_bytes(shard.config, dtype, config.device) for shard in shards)
+    stages = share_out_layers(config.model_config, config.pipeline_parallel_size)
+    shards = [Shard(config.model_config, rank, size).config for rank in range(size)]
+    parts = [(stage, shard) for stage in stages for shard in shards]
     kind = activation_dtype(torch.empty(0, dtype=dtype, device=_place(config)))
-    layout = shards[0].config.kv_layout
+    layout = shards[0].kv_layout
     plan = MemoryPlan(
         config=config,
-        rank_weight_bytes=weights,
+        rank_weight_bytes=tuple(
+            weight_bytes(shard, dtype, config.device, stage) for stage, shard in parts
+        ),
         draft_weight_bytes=_draft_bytes(config, dtype),
-        block_bytes=bytes_per_block(config, layout, kind),
+        rank_block_bytes=tuple(
+            bytes_per_block(config, layout, kind, len(stage.layers)) for stage, _ in parts
+        ),
         step_bytes=_step_bytes(config, dtype) if config.device == "cuda" else 0,
         num_blocks=0,
         problem=None,
@@ -111,8 +117,9 @@ def plan_memory(config: EngineConfig, devices: Sequence[DeviceMemory]) -> Memory
             return _on_cpu(plan, devices[0].free, num_blocks_that_fit(config, layout, kind))
         asked = None
         if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
-            asked = num_blocks_that_fit(config, layout, kind)
-        plans = [_on_gpu(plan, rank, devices[rank], asked) for rank in range(size)]
+            most_layers = max(len(stage.layers) for stage in stages)
+            asked = num_blocks_that_fit(config, layout, kind, most_layers)
+        plans = [_on_gpu(plan, rank, devices[rank], asked) for rank in range(config.num_ranks)]
     except OutOfMemoryError as error:
         return replace(plan, problem=str(error))
     return min(plans, key=lambda plan: plan.num_blocks)
@@ -140,12 +147,12 @@ def first_that_fits(
 def gpus_that_fit(config: EngineConfig, devices: Sequence[DeviceMemory]) -> int | None:
     """How many GPUs like the smallest of ``devices`` hold the plan; None where no number does."""
     smallest = min(devices, key=lambda device: device.free)
-    most = config.model_config.num_heads
+    most, num_stages = config.model_config.num_heads, config.pipeline_parallel_size
     for size in range(config.tensor_parallel_size + 1, most + 1):
         ranks = replace(config, tensor_parallel_size=size, distributed_executor_backend="mp")
-        plan = _try(ranks, [smallest] * size)
+        plan = _try(ranks, [smallest] * ranks.num_ranks)
         if plan is not None and plan.fits:
-            return size
+            return size * num_stages
     return None
 
 
@@ -156,7 +163,8 @@ def _changes(config: EngineConfig, num_devices: int) -> Iterator[dict[str, Any]]
     """Options that take less of each device, the smallest change first."""
     sizes = [config.tensor_parallel_size]
     if config.device == "cuda":
-        sizes += range(config.tensor_parallel_size + 1, num_devices + 1)
+        most = num_devices // config.pipeline_parallel_size
+        sizes += range(config.tensor_parallel_size + 1, most + 1)
     dtypes: tuple[str, ...] = (config.dtype,)
     if config.dtype == "float32":
         dtypes += HALF_DTYPES[config.device]
@@ -178,9 +186,8 @@ def _try(config: EngineConfig, devices: Sequence[DeviceMemory]) -> MemoryPlan | 
 
 
 def _on_cpu(plan: MemoryPlan, free: int, num_blocks: int) -> MemoryPlan:
-    size = plan.config.tensor_parallel_size
-    weights = sum(plan.rank_weight_bytes) + size * plan.draft_weight_bytes
-    cache = size * num_blocks * plan.block_bytes
+    weights = sum(plan.rank_weight_bytes) + plan.config.num_ranks * plan.draft_weight_bytes
+    cache = num_blocks * sum(plan.rank_block_bytes)
     problem = None
     if weights > free:
         problem = f"the weights need {_gib(weights)}, {_gib(free)} are free"
@@ -194,7 +201,7 @@ def _on_cpu(plan: MemoryPlan, free: int, num_blocks: int) -> MemoryPlan:
 
 def _on_gpu(plan: MemoryPlan, rank: int, device: DeviceMemory, asked: int | None) -> MemoryPlan:
     """After ``modeling.memory_profile``, with an estimate in place of what that measures."""
-    config = plan.config
+    config, block_bytes = plan.config, plan.rank_block_bytes[rank]
     weights = plan.rank_weight_bytes[rank] + plan.draft_weight_bytes
     if weights > device.free:
         problem = f"rank {rank}'s weights need {_gib(weights)}, {_gib(device.free)} are free"
@@ -202,7 +209,7 @@ def _on_gpu(plan: MemoryPlan, rank: int, device: DeviceMemory, asked: int | None
     others = device.total - device.free + weights
     limit = int(device.total * config.gpu_memory_utilization)
     if asked is not None:
-        needed, left = (asked + 1) * plan.block_bytes, device.total - others - plan.step_bytes
+        needed, left = (asked + 1) * block_bytes, device.total - others - plan.step_bytes
         too_much = (
             f"{asked} KV blocks need {_gib(needed)}, about {_gib(left)} are left beside rank "
             f"{rank}'s weights, steps and graphs: lower kv_cache_memory or num_kv_blocks"
@@ -210,7 +217,7 @@ def _on_gpu(plan: MemoryPlan, rank: int, device: DeviceMemory, asked: int | None
         return replace(plan, num_blocks=asked, problem=too_much if needed > left else None)
     left = limit - others - plan.step_bytes - SLACK
     demand = config.max_num_seqs * config.max_blocks_per_request
-    count = min(left // plan.block_bytes - 1, demand)
+    count = min(left // block_bytes - 1, demand)
     if count >= 1:
         return replace(plan, num_blocks=count)
     nothing_left = (
@@ -250,7 +257,7 @@ def _step_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     logits = rows * model.vocab_size * LOGITS_COPIES * torch.float32.itemsize
     tables = (config.max_num_seqs + 1) * config.max_model_len * torch.int32.itemsize
     graphs = 0 if config.enforce_eager else GRAPH_BYTES
-    communicator = COMMUNICATOR_BYTES if config.tensor_parallel_size > 1 else 0
+    communicator = COMMUNICATOR_BYTES if config.num_ranks > 1 else 0
     return max(layers, logits) + tables + graphs + communicator
 
 

@@ -123,6 +123,8 @@ def test_an_engine_has_the_blocks_that_were_foretold(model: Path, options: dict[
         ("--num-kv-blocks 16777216 --block-size 512", 1, "FAIL  verdict"),
         ("--tensor-parallel-size 2", 0, "on each rank"),
         ("--tensor-parallel-size 3", 1, "--tensor-parallel-size 2 would fit"),
+        ("--pipeline-parallel-size 2", 0, "2 ranks in 2 stages"),
+        ("--pipeline-parallel-size 99", 1, "is more than the model's"),
         ("--block-size 0", 1, "block_size must be 1 or more"),
         ("--kv-cache-memory much", 1, "must be a size such as 2GiB"),
         ("--device cuda", 1, "torch sees no GPU"),

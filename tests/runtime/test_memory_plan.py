@@ -26,6 +26,7 @@ from mini_infer.runtime.memory_plan import (
     plan_memory,
 )
 from tests.runtime.fake_executor import TINY_MODEL, make_config
+from tests.runtime.rank_threads import sharded_engine
 
 GIB = 2**30
 PLENTY = [DeviceMemory(8 * GIB, 8 * GIB)]
@@ -40,7 +41,7 @@ def gpu_config(**options: Any) -> EngineConfig:
     defaults: dict[str, Any] = {"model_config": SEVEN_BILLION, "device": "cuda", "block_size": 16}
     defaults |= {"dtype": "bfloat16", "max_model_len": 32768, "max_num_batched_tokens": 8192}
     defaults |= {"num_kv_blocks": None, "kv_cache_memory": None, "max_num_seqs": 256}
-    if options.get("tensor_parallel_size", 1) > 1:
+    if options.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}:
         defaults["distributed_executor_backend"] = "mp"
     return make_config(**(defaults | options))
 
@@ -86,7 +87,7 @@ def test_an_engine_on_a_cpu_gets_what_the_plan_says(
     if runner.proposer is not None:
         caches += runner.proposer._caches  # type: ignore[attr-defined]
     kv_bytes = sum(k.nbytes + v.nbytes for k, v in caches)
-    assert kv_bytes == (plan.num_blocks + surplus) * plan.block_bytes
+    assert kv_bytes == (plan.num_blocks + surplus) * plan.rank_block_bytes[0]
     assert plan.fits
     assert plan.problem is None
 
@@ -110,6 +111,32 @@ def test_ranks_share_weights_and_kv_heads() -> None:
     assert two.num_tokens > 2 * one.num_tokens
 
 
+def test_stages_share_layers_and_their_kv() -> None:
+    one = plan_memory(gpu_config(), cards(141))
+    two = plan_memory(gpu_config(pipeline_parallel_size=2), cards(141, 2))
+    four = plan_memory(gpu_config(pipeline_parallel_size=2, tensor_parallel_size=2), cards(141, 4))
+    assert sum(two.rank_weight_bytes) == sum(one.rank_weight_bytes)
+    assert sum(two.rank_block_bytes) == sum(one.rank_block_bytes)
+    assert two.num_tokens > 1.9 * one.num_tokens
+    assert sum(four.rank_weight_bytes) == pytest.approx(sum(one.rank_weight_bytes), rel=1e-3)
+    assert four.rank_block_bytes == tuple(size // 2 for size in two.rank_block_bytes for _ in "12")
+    assert gpus_that_fit(gpu_config(pipeline_parallel_size=2, max_model_len=8192), cards(10)) == 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_on_a_cpu_get_what_the_plan_says(tied: bool) -> None:
+    model = replace(TINY_MODEL, num_layers=5, tie_word_embeddings=tied)
+    engine = sharded_engine(
+        model_config=model, pipeline_parallel_size=2, num_kv_blocks=None, kv_cache_memory=10**6
+    )
+    plan = plan_memory(replace(engine.config, num_kv_blocks=None), PLENTY)
+    assert plan.num_blocks == engine.config.num_kv_blocks
+    for rank, runner in enumerate(engine.core.executor.runners):  # type: ignore[attr-defined]
+        kv_bytes = sum(k.nbytes + v.nbytes for k, v in runner.caches)
+        assert kv_bytes == plan.num_blocks * plan.rank_block_bytes[rank]
+    engine.shutdown()
+
+
 def test_the_rank_with_the_least_room_has_the_say() -> None:
     config = gpu_config(tensor_parallel_size=2)
     uneven = plan_memory(config, [*cards(141), DeviceMemory(40 * GIB, 141 * GIB)])
@@ -122,8 +149,9 @@ def test_a_gpus_blocks_are_what_is_left() -> None:
     plan = plan_memory(gpu_config(), cards(141))
     weights = plan.rank_weight_bytes[0]
     assert weights == pytest.approx(15.23e9, rel=0.01)
-    taken = GIB // 2 + weights + plan.step_bytes + SLACK + plan.num_blocks * plan.block_bytes
-    assert 0 <= int(0.9 * 141 * GIB) - taken < 3 * plan.block_bytes
+    [block_bytes] = plan.rank_block_bytes
+    taken = GIB // 2 + weights + plan.step_bytes + SLACK + plan.num_blocks * block_bytes
+    assert 0 <= int(0.9 * 141 * GIB) - taken < 3 * block_bytes
     assert 1 * GIB < plan.step_bytes < 4 * GIB
     assert plan.fits
     assert plan.num_longest_requests == plan.num_tokens // 32768

@@ -108,7 +108,7 @@ def collective(backend: str, size: int) -> Finding:
     name = f"{backend}, {size} ranks"
     found = ask("collective", {"backend": backend, "size": size}, COLLECTIVE_SECONDS)
     if "error" in found:
-        hint = "--tensor-parallel-size above 1 will not work here"
+        hint = "--tensor-parallel-size and --pipeline-parallel-size above 1 will not work here"
         if backend == "nccl":
             hint += "; NCCL_DEBUG=INFO says why"
         return Finding("Ranks", name, found["error"], "fail", hint)
@@ -139,11 +139,14 @@ def plan(found: Answer, options: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _sizes(found: Answer) -> Iterator[Finding]:
-    section, size = "Engine", found["tensor_parallel_size"]
+    section, num_stages = "Engine", found["pipeline_parallel_size"]
+    size = num_stages * found["tensor_parallel_size"]
     ranks = f"{size} ranks" if size > 1 else "one rank"
+    if num_stages > 1:
+        ranks += f" in {num_stages} stages"
     on = f"{found['dtype']} on {found['device']}, {ranks}"
     yield Finding(section, "model", f"{found['model']}, {on}")
-    each = " on each rank" if size > 1 else ""
+    each = (" on the largest rank" if num_stages > 1 else " on each rank") if size > 1 else ""
     weights = max(found["rank_weight_bytes"])
     yield Finding(section, "weights", f"{weights / 2**30:.2f} GiB{each}")
     if found["draft_weight_bytes"]:
