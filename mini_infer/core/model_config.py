@@ -36,6 +36,27 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Of an architecture whose feed-forward networks are mixtures of experts, as DeepSeek-V2's
+    (arXiv 2405.04434): a token goes to a few routed experts, and to all shared ones."""
+
+    num_experts: int
+    """Routed ones, of the whole model."""
+    expert_size: int
+    """Each one's inner size."""
+    shared_size: int = 0
+    """The inner size of the shared ones together; here, where that is cut."""
+    start: int = 0
+    stop: int | None = None
+    """Where the routed experts that are here begin and end; None: all of them are."""
+
+    @property
+    def here(self) -> range:
+        """The numbers of the routed experts that are here."""
+        return range(self.start, self.num_experts if self.stop is None else self.stop)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything about an architecture that its layers, its cache and its scheduler need."""
 
@@ -61,6 +82,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     """The checkpoint's own dtype."""
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_dict(

@@ -8,11 +8,13 @@ narrower feed-forward network, in which a few modules add up what the ranks have
 ======================  ==========================================================================
 q, k, v; gate, up       rows: whole heads; a run of the intermediate size. Biases alike
 o, down                 columns, the same heads or run. Their biases are added once, by rank 0
+routed experts          whole: a run of them. Shared experts as a feed-forward network of their own
 embedding, head         rows: a run of the vocabulary
-norms                   whole
+norms, routers          whole
 ======================  ==========================================================================
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd
@@ -25,7 +27,8 @@ from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels import ops
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.decoder_layer import DecoderLayer
-from mini_infer.modeling.layers import Embedding, Linear, RMSNorm, activation_dtype
+from mini_infer.modeling.experts import ExpertSum
+from mini_infer.modeling.layers import Embedding, GatedMLP, Linear, RMSNorm, activation_dtype
 from mini_infer.modeling.rank_sums import NormAfterSum, RankSum
 from mini_infer.modeling.sharded_source import WHOLE, Cut, ShardedSource
 from mini_infer.modeling.stage import Stage
@@ -39,6 +42,8 @@ from mini_infer.modeling.weights import (
 from mini_infer.parallel.group import TensorParallelGroup
 
 ROWS, COLUMNS = 0, 1
+ROUTED_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""As checkpoints name its tensors, with its number."""
 
 
 def check_divides(config: ModelConfig, size: int) -> None:
@@ -66,8 +71,17 @@ class Shard:
     @property
     def config(self) -> ModelConfig:
         """The shape of this part, as if it were a model; ``vocab_size`` is its table's rows."""
+        experts = self.whole.experts
+        if experts is not None:
+            experts = replace(
+                experts,
+                shared_size=len(_run(experts.shared_size, self.rank, self.size)),
+                start=self.experts.start,
+                stop=self.experts.stop,
+            )
         return replace(
             self.whole,
+            experts=experts,
             num_heads=len(self._heads),
             num_kv_heads=len(self._kv_heads),
             intermediate_size=len(_run(self.whole.intermediate_size, self.rank, self.size)),
@@ -80,23 +94,34 @@ class Shard:
         start = min(self.rank * self._vocab_rows, self.whole.vocab_size)
         return range(start, min(start + self._vocab_rows, self.whole.vocab_size))
 
+    @property
+    def experts(self) -> range:
+        """The routed experts that are here: with more ranks than experts, none on some."""
+        experts = self.whole.experts
+        return _run(0 if experts is None else experts.num_experts, self.rank, self.size)
+
     def cut(self, name: str) -> Cut | None:
-        """What is here of a layer's tensor; None for a bias that another rank adds."""
+        """What is here of a layer's tensor; None for a bias that another rank adds, and for another
+        rank's expert."""
+        if expert := ROUTED_EXPERT.search(name):
+            return WHOLE if int(expert[1]) in self.experts else None
+        inner = self._inner_size(name)
+        inner_rows = (_run(inner, self.rank, self.size),)
         module, _, kind = name.rpartition(".")
         module = module.rpartition(".")[2]
         if module in ("o_proj", "down_proj"):
             if kind == "bias":
                 return WHOLE if self.rank == 0 else None
-            return Cut(COLUMNS, self._query_rows if module == "o_proj" else self._inner_rows)
+            return Cut(COLUMNS, self._query_rows if module == "o_proj" else inner_rows)
         if module == "q_proj":
             return Cut(ROWS, self._query_rows)
         if module in ("k_proj", "v_proj"):
             return Cut(ROWS, _joined(self._head_rows(head) for head in self._kv_heads))
         if module in ("gate_proj", "up_proj"):
-            return Cut(ROWS, self._inner_rows)
+            return Cut(ROWS, inner_rows)
         if module == "gate_up_proj":  # both, one after the other
-            [run], size = self._inner_rows, self.whole.intermediate_size
-            return Cut(ROWS, (run, range(size + run.start, size + run.stop)))
+            [run] = inner_rows
+            return Cut(ROWS, (run, range(inner + run.start, inner + run.stop)))
         return WHOLE
 
     def cut_of_model(self, name: str) -> Cut | None:
@@ -129,9 +154,11 @@ class Shard:
     def _query_rows(self) -> tuple[range, ...]:
         return _joined(self._head_rows(head) for head in self._heads)
 
-    @property
-    def _inner_rows(self) -> tuple[range, ...]:
-        return (_run(self.whole.intermediate_size, self.rank, self.size),)
+    def _inner_size(self, name: str) -> int:
+        experts = self.whole.experts
+        if experts is not None and ".shared_experts." in name:
+            return experts.shared_size
+        return self.whole.intermediate_size
 
     def _head_rows(self, head: int) -> range:
         size = self.whole.head_dim
@@ -187,8 +214,16 @@ def shard_of(model: CausalLM) -> Shard:
 
 
 def add_up_products(model: nn.Module, group: TensorParallelGroup) -> None:
-    """Replaces the products of which each rank has some columns; before weights are loaded."""
+    """Replaces the products of which each rank has some columns; before weights are loaded. Those
+    within a mixture of experts add to one sum, at its end."""
+    within_mixtures: set[nn.Module] = set()
     for parent in list(model.modules()):
+        for child in parent.children():
+            if isinstance(child, ExpertSum):
+                child.sum = RankSum(group)
+                within_mixtures.update(parent.modules())
+        if parent in within_mixtures:
+            continue
         for name, module in list(parent.named_children()):
             if name in ("o_proj", "down_proj") and isinstance(module, Linear):
                 setattr(parent, name, RowParallelLinear(module, group))
@@ -204,14 +239,22 @@ def _name_norms_after_sums(model: CausalLM) -> None:
         layer.input_layernorm = _norm_after(end, layer.input_layernorm)
         attention_end = layer.self_attn.o_proj
         layer.post_attention_layernorm = _norm_after(attention_end, layer.post_attention_layernorm)
-        end = layer.mlp.down_proj
+        end = _end_of(layer.mlp)
     if model.stage.is_last and isinstance(model.norm, RMSNorm):
         model.norm = _norm_after(end, model.norm)
 
 
+def _end_of(mlp: nn.Module) -> nn.Module:
+    """What adds up the parts of a feed-forward network, or of a mixture of them."""
+    if isinstance(mlp, GatedMLP):
+        return mlp.down_proj
+    return next((child for child in mlp.children() if isinstance(child, ExpertSum)), mlp)
+
+
 def _norm_after(end: nn.Module, norm: RMSNorm) -> RMSNorm:
-    if not isinstance(end, RowParallelLinear | VocabularyParallelEmbedding):
+    if not isinstance(end, RowParallelLinear | VocabularyParallelEmbedding | ExpertSum):
         return norm
+    assert end.sum is not None, "its ranks add up"
     end.sum.norm_after = NormAfterSum(norm)
     return end.sum.norm_after
 
