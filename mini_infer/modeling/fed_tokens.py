@@ -18,12 +18,13 @@ from mini_infer.parallel.pipeline import StageLink
 
 
 def sampled_places(batch: ScheduledBatch) -> tuple[Integers, Integers]:
-    """Slots ``[S]``, and positions in their rows, of the tokens that a step without drafts
-    samples."""
+    """Slots ``[S]``, and positions in their rows, of the tokens that a step without drafts samples;
+    none of one that is run for its time or memory only: no other step will begin with them."""
+    is_real = batch.step_id >= 0
     places = [
         (chunk.slot, chunk.num_computed_tokens + chunk.num_new_tokens)
         for chunk in batch.chunks
-        if chunk.samples
+        if chunk.samples and is_real
     ]
     slots, positions = np.array(places, dtype=np.int64).reshape(-1, 2).T
     return slots, positions

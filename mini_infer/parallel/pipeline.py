@@ -73,6 +73,17 @@ class DistributedLink(StageLink):
         self._world, self._before, self._behind, self._back = world, before, behind, back
         self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
 
+    def open(self, device: torch.device) -> None:
+        """Sends something each way. The first message on a way has both ends wait for each other,
+        on GPUs even their hosts, and later steps rely on it that a sender does not."""
+        x = torch.zeros(1, device=device)
+        self.receive_(x)
+        self.send(x)
+        if self._before is None:
+            self.receive_tokens_(x.clone())
+        elif self._behind is None:
+            self.feed_back(x)
+
     def receive_(self, x: Tensor) -> Tensor:
         return x if self._before is None else _receive_(x, self._before, sender=0)
 
@@ -134,7 +145,9 @@ def join_stages(
             pair = dist.new_group([first, first + last], timedelta(seconds=STAGE_SECONDS))
             if place.rank in (first, first + last):
                 back = pair
-    return group, DistributedLink(world, before, behind, back)
+    link = DistributedLink(world, before, behind, back)
+    link.open(device)
+    return group, link
 
 
 def _receive_(x: Tensor, pair: ProcessGroup, sender: int) -> Tensor:
