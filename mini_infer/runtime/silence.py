@@ -15,9 +15,9 @@ LOOK_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
 """After so long without a beat a process is taken for stopped. A thread of its own beats four times
 a second, whatever the others do, and needs the interpreter for microseconds."""
-PATIENT_SECONDS = 60.0
-"""The same while libraries and weights are read, or a profile is put together, which may keep the
-interpreter for seconds."""
+PATIENT_SECONDS = 300.0
+"""The same while libraries and weights are read, or a profile is put together, which keep the
+interpreter for seconds; for minutes, where gigabytes of libraries come over a slow network."""
 
 
 class Silence:

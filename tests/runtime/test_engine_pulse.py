@@ -71,7 +71,7 @@ def test_what_silence_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     clock, page = Clock(monkeypatch), tmp_path / "page"
     watcher = Silence(page)
 
-    def seconds_until_found(most: float = 100.0) -> float:
+    def seconds_until_found(most: float = 1000.0) -> float:
         begin = clock.now
         while clock.now < begin + most:
             clock.now += silence.LOOK_SECONDS
@@ -79,9 +79,9 @@ def test_what_silence_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                 break
         return clock.now - begin
 
-    assert seconds_until_found() == 100, "no page yet: the interpreter is coming up"
+    assert seconds_until_found() == 1000, "no page yet: the interpreter is coming up"
     page.write_bytes(PAGE.pack(0, 1))
-    assert seconds_until_found() == 100, "no beat yet"
+    assert seconds_until_found() == 1000, "no beat yet"
     page.write_bytes(PAGE.pack(1, 1))
     assert seconds_until_found() == pytest.approx(silence.PATIENT_SECONDS, abs=2)
     page.write_bytes(PAGE.pack(2, 0))
@@ -92,7 +92,7 @@ def test_what_silence_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     clock.now += 3600  # the lid was closed
     assert watcher.look() is None
     page.unlink()
-    assert seconds_until_found() == 100, "the process is gone: others tell how"
+    assert seconds_until_found() == 1000, "the process is gone: others tell how"
 
 
 @pytest.fixture
