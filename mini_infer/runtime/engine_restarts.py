@@ -95,4 +95,5 @@ class Restarts:
             self._serving_since = time.monotonic()
             self._on_restarted(host)
             return
-        self._on_given_up(f"{self._name} {how}; {self._num_restarts} restarts did not help")
+        tried = f"; {self._num_restarts} restarts did not help" if self._starter else ""
+        self._on_given_up(f"{self._name} {how}{tried}")
