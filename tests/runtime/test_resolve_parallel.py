@@ -19,7 +19,7 @@ CONFIG = {
     "vocab_size": 100,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -40,13 +40,26 @@ def test_one_rank_runs_in_the_engines_process(model: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}],
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"distributed_executor_backend": "mp"},
+    ],
 )
 def test_several_run_in_processes(model: dict[str, Any], options: dict[str, Any]) -> None:
     config, executor = resolve_core({**model, **options, "device": "cpu"})
     assert config.distributed_executor_backend == "mp"
     assert isinstance(executor, MultiProcessExecutor)  # which has not started any
     executor.shutdown()
+
+
+def test_a_pipeline_is_filled(model: dict[str, Any]) -> None:
+    """With a step for each stage; and one more, unless drafts need known tokens."""
+    stages = {**model, "pipeline_parallel_size": 2, "device": "cpu"}
+    assert resolve_core(stages)[0].depth == 3
+    assert resolve_core({**stages, "depth": 1})[0].depth == 1
+    assert resolve_core({**stages, "speculative_config": {"method": "ngram"}})[0].depth == 2
+    assert resolve_core({"dry_run": True, "pipeline_parallel_size": 2})[0].depth == 1
 
 
 @pytest.mark.parametrize(
@@ -57,6 +70,15 @@ def test_several_run_in_processes(model: dict[str, Any], options: dict[str, Any]
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "local"},
             "2 needs as many processes: leave distributed_executor_backend at auto",
+        ),
+        ({"pipeline_parallel_size": 3}, "3 is more than the model's 2 layers"),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "local"},
+            "a pipeline_parallel_size of 2 needs as many processes",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "early_exit"}},
+            "early_exit drafts where the model is, .* use ngram or a class of yours on the host",
         ),
         ({"distributed_executor_backend": "mpi"}, "must be one of local, mp, ray, got 'mpi'"),
     ],
@@ -73,6 +95,9 @@ def test_gpus_that_are_not_there(model: dict[str, Any], monkeypatch: pytest.Monk
     assert resolve_core({**model, "tensor_parallel_size": 2})[0].device == "cuda"
     with pytest.raises(InvalidConfigError, match="4 needs as many GPUs, torch sees 2"):
         resolve_core({**model, "tensor_parallel_size": 4})
+    both = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    with pytest.raises(InvalidConfigError, match="size 2 needs 4 GPUs, torch sees 2"):
+        resolve_core({**model, **both})
 
 
 def test_a_package_that_is_missing(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
