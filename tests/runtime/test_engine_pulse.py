@@ -95,48 +95,87 @@ def test_what_silence_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert seconds_until_found() == 1000, "the process is gone: others tell how"
 
 
+class Ticks:
+    """The clock of a pulse, which runs when the test says so; ``found`` is for how long it hung."""
+
+    def __init__(self) -> None:
+        self.now, self.found = 0.0, 0.0
+        self._go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+
+    def start(self, pulse: Pulse) -> None:
+        pulse.start(self._end)
+        assert self._waits.acquire(timeout=PATIENCE)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self._waits.release()
+        self._go.acquire()
+        self.now += seconds
+
+    def run(self, seconds: float) -> bool:
+        """Is a hang found within these?"""
+        end = self.now + seconds
+        while self.now < end and not self.found:
+            self._go.release()
+            assert self._waits.acquire(timeout=PATIENCE)
+        return bool(self.found)
+
+    def _end(self, stuck: float) -> None:
+        self.found = stuck
+        self._waits.release()
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pulse, "BEAT_SECONDS", 0.002)
-    monkeypatch.setattr(step_limit, "STEP_SECONDS", 0.05)
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    ticks = Ticks()
+    monkeypatch.setattr(engine_pulse, "time", ticks)
+    return ticks
 
 
-class Hung(threading.Event):
-    """Set once the pulse has found a hang."""
-
-    def __init__(self, pulse: Pulse) -> None:
-        super().__init__()
-        pulse.start(lambda seconds: self.set())
-
-
-def beats_of(page: Path) -> int:
-    return int(PAGE.unpack(page.read_bytes())[0])
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_loop_that_gets_on_beats_and_one_that_does_not_is_found(tmp_path: Path) -> None:
+def test_a_loop_that_gets_on_beats_and_one_that_does_not_is_found(
+    tmp_path: Path, ticks: Ticks
+) -> None:
     page = tmp_path / "page"
     pulse = Pulse(page)
-    hung = Hung(pulse)
+    ticks.start(pulse)
+
+    def written() -> tuple[int, bool]:
+        num_beats, is_patient = PAGE.unpack(page.read_bytes())
+        return num_beats, bool(is_patient)
+
     pulse.begin()  # before the model is loaded, nobody knows how long anything takes
-    assert not hung.wait(0.15)
-    assert PAGE.unpack(page.read_bytes())[1] == 1
+    assert not ticks.run(1000)
+    assert written() == (1000 / engine_pulse.BEAT_SECONDS + 1, True)
     pulse.end()
     pulse.watch(Mock(config=make_config(), under_way=[]))
-    assert PAGE.unpack(page.read_bytes())[1] == 0
-    for _ in range(40):  # many short steps are no long one
+    assert not written()[1]
+    for _ in range(20):  # many short steps are no long one
         pulse.begin()
-        assert not hung.wait(0.002)
+        assert not ticks.run(5)
         pulse.end()
-    assert not hung.wait(0.15), "an idle loop does not hang"
+    assert not ticks.run(1000), "an idle loop does not hang"
     with pulse.patience():
-        assert PAGE.unpack(page.read_bytes())[1] == 1
-        assert not hung.wait(0.15), "a profile is put together"
-    assert PAGE.unpack(page.read_bytes())[1] == 0
-    before = beats_of(page)
+        assert written()[1]
+        assert not ticks.run(1000), "a profile is put together"
+    assert not written()[1]
     pulse.begin()
-    assert hung.wait(PATIENCE)
-    assert beats_of(page) > before
+    ticks.now += 3600  # the lid was closed
+    assert not ticks.run(5)
+    assert ticks.run(LIMIT)
+    assert step_limit.STEP_SECONDS < ticks.found < LIMIT
+
+
+def test_a_step_with_more_work_may_take_longer(ticks: Ticks) -> None:
+    chunk = Chunk("a", 0, 0, 1)
+    config = replace(make_config(), model_config=EIGHT_B)
+    pulse = Pulse()
+    ticks.start(pulse)
+    pulse.watch(Mock(config=config, under_way=[ScheduledBatch(0, (chunk, chunk))]))
+    pulse.begin()
+    assert not ticks.run(30)
+    assert ticks.run(20)
 
 
 def compiling(until: threading.Event) -> Callable[[], object]:
@@ -146,25 +185,23 @@ def compiling(until: threading.Event) -> Callable[[], object]:
     return FunctionType(code, module, closure=(CellType(until),))
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_kernel_that_is_compiled_is_waited_for() -> None:
-    pulse, done = Pulse(), threading.Event()
-    hung = Hung(pulse)
+def test_a_kernel_that_is_compiled_is_waited_for(ticks: Ticks) -> None:
+    pulse, begun, compiled = Pulse(), threading.Event(), threading.Event()
+    ticks.start(pulse)
 
     def loop() -> None:
         pulse.watch(Mock(config=make_config(), under_way=[]))
         pulse.begin()
-        compiling(done)()
-        done.clear()
-        done.wait(PATIENCE)
+        begun.set()
+        compiling(compiled)()
 
     thread = threading.Thread(target=loop)
     thread.start()
-    assert not hung.wait(0.3)
-    done.set()
-    assert hung.wait(PATIENCE), "it goes on, and then hangs"
-    done.set()
+    assert begun.wait(PATIENCE)
+    assert not ticks.run(engine_pulse.COMPILE_SECONDS - 10)
+    compiled.set()
     thread.join()
+    assert ticks.run(1), "it goes on, and then hangs"
 
 
 def test_without_a_page_it_works_unwatched() -> None:
