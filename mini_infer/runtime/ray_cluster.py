@@ -110,10 +110,11 @@ def reserve(plan: RankPlan) -> PlacementGroup:
     hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     ((kind, needed),) = plan.bundle.items()
     each = [host.get(kind, 0.0) for host in hosts]
-    if needed > max(each):
+    largest = max(each, default=0.0)
+    if needed > largest:
         raise ClusterResourcesError(
             f"a stage's {plan.stage_size} ranks need {needed:g} {kind}s of one host, and of the "
-            f"{_count(len(hosts), 'host')} of the Ray cluster none has more than {max(each):g}: "
+            f"{_count(len(hosts), 'host')} of the Ray cluster none has more than {largest:g}: "
             f"lower tensor_parallel_size and raise pipeline_parallel_size, or add such a host (ray "
             f"start --address=...)"
         )
@@ -138,7 +139,12 @@ def _count(number: float, thing: str) -> str:
 
 def _probe(address: str) -> None:
     """Ray would ask for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address.startswith("ray://"):
+        raise InvalidConfigError(
+            f"{ADDRESS}={address} is one for clients outside of a cluster: run this on a host of "
+            f"it, as steps go from here to the ranks, and leave {ADDRESS} out"
+        )
+    host, _, port = address.rpartition(":")
     if not port.isdigit():
         return
     try:

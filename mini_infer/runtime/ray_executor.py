@@ -87,7 +87,7 @@ class RayRanks(Ranks):
             )
             self._runs = [actor.run.remote(meeting) for actor in self._actors]
         except (zmq.ZMQError, RayError, RuntimeError) as error:
-            self._die(f"they can't be started: {_first_line(error)}")
+            self._die(f"they can't be started: {_summary(error)}")
         except BaseException:
             self._clean_up()
             raise
@@ -161,5 +161,7 @@ def _why(error: RayError) -> str:
     return found[1] if found else text
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _summary(error: Exception) -> str:
+    """Of a message that may have a traceback of another process in it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else type(error).__name__

@@ -57,3 +57,13 @@ class Loops(Faulty):
     def fail(self) -> None:
         while True:
             pass
+
+
+class NeverStarts:
+    """In place of a rank's actor."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        raise ModuleNotFoundError("No module named 'mini_infer'")
+
+    def seat(self) -> None:
+        pass

@@ -4,7 +4,7 @@ that end in a clear error, with nothing left behind, and in another engine once 
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from mini_infer.runtime.engine import LLMEngine
 from mini_infer.runtime.llm import LLM
 from tests.runtime.engine_tools import greedy, run
 from tests.runtime.fake_executor import make_config
+from tests.runtime.faulty_ranks import NeverStarts
 from tests.runtime.test_engine_process import running, text_of, until
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from mini_infer.runtime import ray_cluster  # noqa: E402
+from mini_infer.runtime import ray_cluster, ray_executor  # noqa: E402
 from mini_infer.runtime.ray_executor import RayExecutor, RayRanks  # noqa: E402
 from mini_infer.runtime.ray_rank import gpu_index, interface_of  # noqa: E402
 
@@ -78,6 +79,13 @@ def engine_over(executor: RayExecutor) -> LLMEngine:
     return LLMEngine(executor._config, executor, ByteTokenizer())
 
 
+def assert_gone(pids: Iterable[int]) -> None:
+    """Ray ends processes in its own time."""
+    there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(there, LIMIT)
+    assert not alive
+
+
 def test_the_limits_leave_room() -> None:
     assert COLLECTIVE_SECONDS + RayRanks.grace_seconds < LIMIT
     assert ray_cluster.PLACEMENT_SECONDS + ray_cluster.PROBE_SECONDS < LIMIT
@@ -125,9 +133,9 @@ def test_a_killed_rank_is_named_with_its_host(cluster: Cluster) -> None:
     with pytest.raises(EngineDeadError, match=told):
         run(engine)
     assert time.monotonic() - begin < LIMIT
-    assert not psutil.pid_exists(seats[0].pid)
     assert not ray.is_initialized()
     engine.shutdown()
+    assert_gone(seat.pid for seat in seats)
 
 
 def test_a_stopped_rank_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +149,7 @@ def test_a_stopped_rank_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPat
         run(engine)
     assert time.monotonic() - begin < LIMIT
     engine.shutdown()
-    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], LIMIT)
-    assert not alive
+    assert_gone(pids)
 
 
 ENGINE = """
@@ -163,8 +170,7 @@ def test_ranks_end_with_their_engine_and_their_place_is_free(cluster: Cluster) -
     pid = int(engine.stdout.readline())
     engine.kill()
     engine.wait()
-    _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], LIMIT)
-    assert not alive
+    assert_gone([pid])
     ranks = executor(depth=1)  # which takes all there is
     assert ranks.start() > 0
     ranks.shutdown()
@@ -188,9 +194,26 @@ def test_too_small_a_cluster_is_refused_at_once(
     assert not ray.is_initialized()
 
 
-def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ray_cluster.ADDRESS, "127.0.0.1:1")
-    with pytest.raises(InvalidConfigError, match="no Ray cluster answers at"):
+def test_a_rank_that_can_not_start_says_why(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "RayRank", NeverStarts)
+    with pytest.raises(EngineDeadError, match=r"can't be started: .* No module named 'mini_infer'"):
+        executor(pipeline_parallel_size=1).start()
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at"),
+        ("ray://127.0.0.1:10001", "run this on a host of it"),
+    ],
+)
+def test_no_cluster_at_the_address(
+    address: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ray_cluster.ADDRESS, address)
+    with pytest.raises(InvalidConfigError, match=told):
         executor().start()
 
 
