@@ -48,7 +48,8 @@ class EngineHost(Protocol):
     link: "Link[ToEngine, ToServer]"
 
     def wait(self) -> str:
-        """Waits, on whatever thread, until it has ended; returns how, in words."""
+        """Waits, on whatever thread, until it has ended, which it is made to if it hangs; returns
+        how, in words."""
         ...
 
     def close(self) -> None:
