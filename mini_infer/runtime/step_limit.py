@@ -20,7 +20,7 @@ def step_limit(config: EngineConfig, batches: Sequence[ScheduledBatch]) -> float
     """Seconds that the steps ``batches``, together, may take on the slowest machine there is."""
     speed = SLOWEST_CPU if config.device == "cpu" else SLOWEST_GPU
     work = sum(_operations(config, batch) for batch in batches)
-    has_ranks = config.tensor_parallel_size * config.pipeline_parallel_size > 1
+    has_ranks = config.distributed_executor_backend != "local"
     return STEP_SECONDS + work / speed + has_ranks * RANKS_SECONDS
 
 
