@@ -1,13 +1,19 @@
-"""Ranks on the hosts of a Ray cluster: two nodes on this machine. What one process says, and faults
-that end in a clear error, with nothing left behind, and in another engine once there is room."""
+"""A Ray cluster of two nodes on this machine. Ranks on both say what one process says; faults end
+in a clear error, with nothing left behind, and in another engine once there is room. And Ray Serve.
+"""
 
+import logging
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import psutil
 import pytest
 
@@ -26,11 +32,13 @@ from tests.runtime.faulty_ranks import NeverStarts
 from tests.runtime.test_engine_process import running, text_of, until
 
 ray = pytest.importorskip("ray")
+serve = pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from mini_infer.runtime import ray_cluster, ray_executor  # noqa: E402
 from mini_infer.runtime.ray_executor import RayExecutor, RayRanks  # noqa: E402
 from mini_infer.runtime.ray_rank import gpu_index, interface_of  # noqa: E402
+from mini_infer.serving.ray_serve import ReplicaOptions, build  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -44,6 +52,9 @@ HEALTH_CHECKS = {
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
 }
+QUICK = {"metrics_interval_s": 0.1, "look_back_period_s": 0.5}
+"""Serve looks at the load every 10 s by itself, and at the mean of 30."""
+PATIENCE = 60.0
 PROMPT = [5, 6, 7, 8]
 NOTHING = ModelFiles(Path("unused"), Path("unused"))
 
@@ -155,7 +166,7 @@ def test_a_stopped_rank_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPat
 ENGINE = """
 import sys, time
 sys.path[:0] = {path!r}
-from tests.runtime.test_ray_executor import executor
+from tests.test_ray import executor
 ranks = executor(pipeline_parallel_size=1)
 ranks.start()
 print(ranks.ranks.seats[0].pid, flush=True)
@@ -171,9 +182,11 @@ def test_ranks_end_with_their_engine_and_their_place_is_free(cluster: Cluster) -
     engine.kill()
     engine.wait()
     assert_gone([pid])
-    ranks = executor(depth=1)  # which takes all there is
-    assert ranks.start() > 0
-    ranks.shutdown()
+    ray.init(cluster.address, logging_level=logging.ERROR)
+    try:
+        wait_until(lambda: ray.available_resources().get("CPU") == len(cluster.worker_nodes))
+    finally:
+        ray.shutdown()
 
 
 def test_too_small_a_cluster_is_refused_at_once(
@@ -222,3 +235,73 @@ def test_a_host_has_its_interface_and_a_rank_its_gpu() -> None:
     assert interface_of("203.0.113.1") is None
     assert gpu_index("3", None) == 3
     assert gpu_index("3", "2,3") == 1
+
+
+@pytest.fixture
+def url(cluster: Cluster) -> Iterator[str]:
+    """Of Ray Serve's proxy."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        serve.start(http_options={"port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def num_replicas() -> int:
+    [deployment] = serve.status().applications["default"].deployments.values()
+    return deployment.replica_states.get("RUNNING", 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*metrics_interval_s.*:DeprecationWarning")
+def test_two_replicas_answer_the_openai_client(
+    url: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at first, which has a queue; then two, and both are right."""
+    autoscaling = ReplicaOptions.autoscaling
+    monkeypatch.setattr(ReplicaOptions, "autoscaling", lambda self: autoscaling(self) | QUICK)
+    options = {"model": str(tiny_folder), "device": "cpu", "kv_cache_memory": "1MiB"}
+    with LLM(**options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        expected = llm.generate("Hello", params, use_tqdm=False)[0].outputs[0].text
+    load = {"max-replicas": "2", "target_ongoing_requests": "1", "upscale_delay_s": "0"}
+    serve.run(build({**options, **load, "served_model_name": "tiny"}))
+    assert num_replicas() == 1
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+    def ask(index: int) -> str:
+        extra = {"ignore_eos": True}
+        answer = client.completions.create(
+            model="tiny", prompt="Hello", temperature=0, max_tokens=8, extra_body=extra
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(8) as callers:
+
+        def scaled() -> bool:
+            assert set(callers.map(ask, range(32))) == {expected}
+            return num_replicas() == 2
+
+        wait_until(scaled)
+        assert set(callers.map(ask, range(32))) == {expected}
+    chunks = client.completions.create(
+        model="tiny", prompt="Hello", temperature=0, max_tokens=8, stream=True
+    )
+    assert expected.startswith("".join(chunk.choices[0].text for chunk in chunks))
+    health = httpx.get(f"{url}/health", headers={"x-request-id": "mine"})
+    assert (health.status_code, health.headers["x-request-id"]) == (200, "mine")
+    wrong = httpx.post(f"{url}/v1/completions", json={"model": "other", "prompt": "x"})
+    assert wrong.status_code == 404
+    assert "other" in wrong.json()["error"]["message"]
