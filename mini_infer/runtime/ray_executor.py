@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import torch
 import zmq
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch._C._distributed_c10d import TCPStore
@@ -158,7 +158,11 @@ def _why(error: RayError) -> str:
     """What Ray says, without its numbers for things and its guesses."""
     text = " ".join(str(error).split())
     found = REASON.search(text)
-    return found[1] if found else text
+    why = found[1] if found else text
+    if isinstance(error, ActorUnavailableError):
+        detail = why.removeprefix("The actor is temporarily unavailable: ")
+        return f"Ray does not reach it any more ({detail})"
+    return why
 
 
 def _summary(error: Exception) -> str:

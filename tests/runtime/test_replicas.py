@@ -5,10 +5,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from mini_infer.core.errors import EngineDeadError, InvalidConfigError, RouterError
+from mini_infer.core.errors import (
+    ClusterResourcesError,
+    EngineDeadError,
+    InvalidConfigError,
+    RouterError,
+)
 from mini_infer.core.events import (
     Admitted,
     Answered,
@@ -261,6 +267,24 @@ async def test_the_last_to_die_takes_all_along(
     assert "the disk is gone; 5 restarts did not help" in (engine.replicas.why_given_up or "")
     with pytest.raises(EngineDeadError):
         await engine.reset_prefix_cache()
+
+
+async def test_a_cluster_without_room_is_asked_until_it_has_some(
+    opened: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    starters = Starters()
+    engine = replicas_of(starters, opened, 1)
+    full = Mock(side_effect=ClusterResourcesError("the cluster is full"))
+    start = starters.start
+    monkeypatch.setattr(starters, "start", full)
+    dying(starters.engines[0].core, monkeypatch)()
+    with pytest.raises(EngineDeadError, match="being restarted"):
+        await anext(engine.generate("Hello", SHORT, request_id="a"))
+    await until(lambda: full.call_count > 2 * engine_restarts.MAX_RESTARTS)
+    assert caplog.text.count("waits for a place: the cluster is full") == 1
+    monkeypatch.setattr(starters, "start", start)
+    await until(lambda: engine.healthy)
+    assert len(await outputs_of(engine, ["Hello"])) == 1
 
 
 class Moody:
