@@ -128,6 +128,7 @@ class EngineLoop:
         except Exception as error:  # the caller's, not the engine's
             self._link.send(Answer(call.number, None, Failure.of(error)))
         else:
+            self._tell([])  # first what it did: whoever gets the answer may rely on that
             self._link.send(Answer(call.number, None))
 
     def _answer_saves(self) -> None:

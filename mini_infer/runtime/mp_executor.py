@@ -121,9 +121,10 @@ class MultiProcessExecutor:
                 raise failures[min(failures)].failure.to_exception()
             if failures and failed_at is None:
                 failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > LAG_SECONDS:
+            # Before who watches the ranks blames one that only waits for it.
+            if failed_at is not None and time.monotonic() - failed_at > LAG_SECONDS / 2:
                 self._fail_apart(failures)
-            self._take_in(self.ranks.receive(seconds=1.0))
+            self._take_in(self.ranks.receive(seconds=min(1.0, LAG_SECONDS / 4)))
         # Of steps before, nobody asks any more.
         self._results = {key: output for key, output in self._results.items() if key >= number}
         return self._results.pop(number)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mini_infer.core.events import Finished
+from mini_infer.core.events import Finished, PrefixCacheReset
 from mini_infer.core.outputs import RequestUpdate
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine import LLMEngine
@@ -92,6 +92,14 @@ def test_calls_are_answered_between_steps_also_of_an_idle_engine(host: ThreadHos
         assert answer.number == number
         assert (answer.failure is None) == (failure is None)
         assert failure is None or (answer.failure and answer.failure.kind.startswith(failure))
+
+
+def test_what_a_call_did_is_told_before_its_answer(host: ThreadHost) -> None:
+    host.link.send(Listen([EVENT_KINDS.index(PrefixCacheReset)]))
+    host.link.send(Call(0, "reset_prefix_cache", []))
+    [event] = news_of(host).happened()
+    assert isinstance(event, PrefixCacheReset)
+    assert isinstance(host.link.receive(), Answer)
 
 
 def test_of_what_was_never_queued_no_event_tells(host: ThreadHost) -> None:
