@@ -45,12 +45,14 @@ pytestmark = pytest.mark.processes
 LIMIT = 10.0
 """Seconds from a fault to its error."""
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-HEALTH_CHECKS = {
-    # Ray's own defaults take 15 s to see that a node is gone.
+QUICK_RAY = {
+    # By itself Ray takes 15 s to see that a node is gone,
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
+    # and gives a process that does not end by itself 5 s.
+    "kill_worker_timeout_milliseconds": 500,
 }
 QUICK = {"metrics_interval_s": 0.1, "look_back_period_s": 0.5}
 """Serve looks at the load every 10 s by itself, and at the mean of 30."""
@@ -65,7 +67,7 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
-        head = {**NODE, "num_cpus": 0, "_system_config": HEALTH_CHECKS}
+        head = {**NODE, "num_cpus": 0, "_system_config": QUICK_RAY}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):
@@ -166,8 +168,10 @@ def test_a_stopped_rank_is_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPat
 ENGINE = """
 import sys, time
 sys.path[:0] = {path!r}
-from tests.test_ray import executor
-ranks = executor(pipeline_parallel_size=1)
+from mini_infer.modeling.model_files import ModelFiles
+from mini_infer.runtime.ray_executor import RayExecutor
+from tests.runtime.fake_executor import make_config
+ranks = RayExecutor(make_config(distributed_executor_backend="ray"), ModelFiles(None, None))
 ranks.start()
 print(ranks.ranks.seats[0].pid, flush=True)
 time.sleep(60)
@@ -245,7 +249,7 @@ def url(cluster: Cluster) -> Iterator[str]:
         port = unused.getsockname()[1]
     ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        serve.start(http_options={"port": port})
+        serve.start(proxy_location="HeadOnly", http_options={"port": port})
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
@@ -265,18 +269,15 @@ def num_replicas() -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*metrics_interval_s.*:DeprecationWarning")
-def test_two_replicas_answer_the_openai_client(
-    url: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_replicas_answer_the_openai_client(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One at first, which has a queue; then two, and both are right."""
     autoscaling = ReplicaOptions.autoscaling
     monkeypatch.setattr(ReplicaOptions, "autoscaling", lambda self: autoscaling(self) | QUICK)
-    options = {"model": str(tiny_folder), "device": "cpu", "kv_cache_memory": "1MiB"}
-    with LLM(**options) as llm:
+    with LLM(dry_run=True) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         expected = llm.generate("Hello", params, use_tqdm=False)[0].outputs[0].text
     load = {"max-replicas": "2", "target_ongoing_requests": "1", "upscale_delay_s": "0"}
-    serve.run(build({**options, **load, "served_model_name": "tiny"}))
+    serve.run(build({"dry_run": "true", "served_model_name": "tiny", **load}))
     assert num_replicas() == 1
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["tiny"]
