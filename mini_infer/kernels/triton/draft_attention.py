@@ -49,21 +49,17 @@ def takes_drafts(meta: AttentionMetadata, group: int, head_dim: int, norms: bool
 
 
 @triton.jit
-def turned(
-    source,
-    other,
-    dims,
-    inside,
-    weight_ptr,
-    cos,
-    sin,
-    eps,
-    norms: tl.constexpr,
-    head_dim: tl.constexpr,
-):
-    """Heads ``[rows, padded_dim]`` from the projection, normalised and rotated."""
+def load_heads(source, dims, other, inside):
+    """Heads ``[rows, padded_dim]`` from the projection, and with their halves exchanged."""
     x = tl.load(source + dims, mask=inside, other=0.0)
-    swapped = tl.load(source + other, mask=inside, other=0.0)
+    return x, tl.load(source + other, mask=inside, other=0.0)
+
+
+@triton.jit
+def turned(
+    x, swapped, dims, other, weight_ptr, cos, sin, eps, norms: tl.constexpr, head_dim: tl.constexpr
+):
+    """Heads as ``load_heads`` gives them, normalised and rotated."""
     if norms:
         is_dim = dims < head_dim
         scale = inverse_rms(x, 1, eps, head_dim)[:, None]
@@ -176,21 +172,32 @@ def draft_attention_kernel(
             cos, sin = load_angles(
                 rope_table, tl.where(is_query, position, 0)[:, None], dims, head_dim
             )
+            new_cos, new_sin = load_angles(
+                rope_table, tl.where(new < width, cached + new, 0)[:, None], dims, head_dim
+            )
             if early:
                 tl.extra.cuda.gdc_wait()
             tokens = qkv_ptr + begin.to(tl.int64) * qkv_stride
             source = tokens + (token * qkv_stride + head * head_dim)[:, None]
-            q = turned(source, other, dims, inside, q_norm_ptr, cos, sin, eps, norms, head_dim)
+            key = tokens + (new * qkv_stride)[:, None] + (num_heads + kv_head) * head_dim
+            # All before any is used: a piece that is not the last has no use for some of them.
+            x, swapped = load_heads(source, dims, other, inside)
+            key_x, swapped_key = load_heads(key, dims, other, is_new & is_last)
+            new_v = tl.load(key + num_kv_heads * head_dim + dims, mask=is_new & is_last, other=0.0)
+            q = turned(x, swapped, dims, other, q_norm_ptr, cos, sin, eps, norms, head_dim)
             if is_last:
-                new_cos, new_sin = load_angles(
-                    rope_table, tl.where(new < width, cached + new, 0)[:, None], dims, head_dim
-                )
-                key = tokens + (new * qkv_stride)[:, None] + (num_heads + kv_head) * head_dim
                 new_k = turned(
-                    key, other, dims, is_new, k_norm_ptr, new_cos, new_sin, eps, norms, head_dim
+                    key_x,
+                    swapped_key,
+                    dims,
+                    other,
+                    k_norm_ptr,
+                    new_cos,
+                    new_sin,
+                    eps,
+                    norms,
+                    head_dim,
                 )
-                values = key + num_kv_heads * head_dim + dims
-                new_v = tl.load(values, mask=is_new, other=0.0)
                 tl.store(k_head + place[:, None] + dims, new_k, mask=is_new)
                 tl.store(v_head + place[:, None] + dims, new_v, mask=is_new)
                 sees = (new[None, :] <= token[:, None]) & (new < width)[None, :]
