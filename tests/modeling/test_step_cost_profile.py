@@ -1,5 +1,6 @@
 """Costs of steps are measured for the drafts that there can be, and nothing is left of them."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +52,10 @@ def check(costs: StepCosts, rows: tuple[int, ...], drafts: tuple[int, ...], prop
     ids=str,
 )
 @pytest.mark.parametrize("speculation", [DEVICE, HOST], ids=["device", "host"])
-def test_launched_steps(speculation: SpeculativeConfig, limits: dict[str, Any]) -> None:
+def test_launched_steps(
+    speculation: SpeculativeConfig, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_cost_profile, "MOST_SECONDS", math.inf)  # on a busy machine
     runner = started(speculative_config=speculation, **limits)
     costs = measure_step_costs(runner)
     assert costs is not None
