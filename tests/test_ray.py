@@ -36,6 +36,7 @@ serve = pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from mini_infer.runtime import ray_cluster, ray_executor  # noqa: E402
+from mini_infer.runtime.ray_cluster import RankPlan  # noqa: E402
 from mini_infer.runtime.ray_executor import RayExecutor, RayRanks  # noqa: E402
 from mini_infer.runtime.ray_rank import gpu_index, interface_of  # noqa: E402
 from mini_infer.serving.ray_serve import ReplicaOptions, build  # noqa: E402
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.processes
 
 LIMIT = 10.0
 """Seconds from a fault to its error."""
-NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+NODE = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 QUICK_RAY = {
     # By itself Ray takes 15 s to see that a node is gone,
     "health_check_initial_delay_ms": 1000,
@@ -67,7 +68,7 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
-        head = {**NODE, "num_cpus": 0, "_system_config": QUICK_RAY}
+        head = {**NODE, "num_cpus": 0, "num_gpus": 0, "_system_config": QUICK_RAY}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):
@@ -169,6 +170,7 @@ ENGINE = """
 import sys, time
 sys.path[:0] = {path!r}
 from mini_infer.modeling.model_files import ModelFiles
+from mini_infer.runtime.ray_cluster import RankPlan  # noqa: E402
 from mini_infer.runtime.ray_executor import RayExecutor
 from tests.runtime.fake_executor import make_config
 ranks = RayExecutor(make_config(distributed_executor_backend="ray"), ModelFiles(None, None))
@@ -191,6 +193,16 @@ def test_ranks_end_with_their_engine_and_their_place_is_free(cluster: Cluster) -
         wait_until(lambda: ray.available_resources().get("CPU") == len(cluster.worker_nodes))
     finally:
         ray.shutdown()
+
+
+def test_a_rank_on_a_gpu_sees_those_of_the_others_of_its_stage(cluster: Cluster) -> None:
+    """GPUs that Ray was told of, and nobody uses."""
+    ranks = RayRanks(RankPlan(num_stages=1, stage_size=2, on_gpus=True, num_cpus=1))
+    try:
+        assert {seat.gpu for seat in ranks.seats} == {0, 1}
+        assert "GPU" in ranks.name(1)
+    finally:
+        ranks.close()
 
 
 def test_too_small_a_cluster_is_refused_at_once(

@@ -40,9 +40,12 @@ class Seat:
     host: str
     """The address that Ray has for it."""
     pid: int
+    gpu: int | None
+    """torch's number of it, of those that the rank sees; None on a CPU."""
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        where = self.host if self.gpu is None else f"{self.host}, GPU {self.gpu}"
+        return f"process {self.pid} on {where}"
 
 
 class RayRank:
@@ -57,7 +60,7 @@ class RayRank:
 
     def seat(self) -> Seat:
         """Also says that it has started."""
-        return Seat(ray.util.get_node_ip_address(), os.getpid())
+        return Seat(ray.util.get_node_ip_address(), os.getpid(), _own_gpu())
 
     def run(self, meeting: Meeting) -> None:
         """Runs until the engine says so, or the rank fails, and has told the engine."""
@@ -68,7 +71,7 @@ class RayRank:
             EngineLink(meeting.orders[self._rank], meeting.reports),
             BeatSender(meeting.beats, self._rank, BEAT_SECONDS),
             AddressRendezvous(meeting.store_host, meeting.store_port, interface),
-            gpu=_own_gpu(),
+            gpu=_own_gpu() or 0,
         )
         worker.serve()
 
@@ -98,6 +101,6 @@ def gpu_index(assigned: str, visible: str | None) -> int:
     return visible.split(",").index(assigned) if visible else int(assigned)
 
 
-def _own_gpu() -> int:
+def _own_gpu() -> int | None:
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return gpu_index(gpus[0], os.environ.get(VISIBLE_DEVICES)) if gpus else 0
+    return gpu_index(gpus[0], os.environ.get(VISIBLE_DEVICES)) if gpus else None
