@@ -3,9 +3,11 @@ in a clear error, with nothing left behind, and in another engine once there is 
 """
 
 import logging
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +70,9 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
-        head = {**NODE, "num_cpus": 0, "num_gpus": 0, "_system_config": QUICK_RAY}
+        folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets' paths have 107 bytes
+        quick = {"_system_config": QUICK_RAY, "temp_dir": folder}
+        head = {**NODE, "num_cpus": 0, "num_gpus": 0, **quick}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):
@@ -77,6 +81,7 @@ def cluster() -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
