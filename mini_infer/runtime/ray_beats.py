@@ -40,12 +40,15 @@ class BeatSender:
 class BeatReceiver:
     """The engine's end, for all ranks. Implements ``Beats``."""
 
-    def __init__(self, host: str, size: int) -> None:
+    def __init__(self, size: int) -> None:
         self._counts = [(0, 0)] * size
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.CONFLATE, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
+
+    def bind(self, host: str) -> None:
+        """Listens there, on a port that the system chooses; raises ZMQError."""
         self._socket.bind(f"tcp://{host}:*")
 
     @property

@@ -61,6 +61,7 @@ class RayRanks(Ranks):
             ClusterResourcesError: there is none.
             EngineDeadError: a rank did not start.
         """
+        CONNECTION.open()
         super().__init__(plan.num_stages * plan.stage_size, plan.num_stages)
         self._actors: list[Any] = []
         self._runs: list[Any] = []
@@ -69,10 +70,10 @@ class RayRanks(Ranks):
         self._group: PlacementGroup | None = None
         self._ends: dict[int, str] = {}
         """How ranks have ended; nothing where they said so themselves."""
-        CONNECTION.open()
+        self._beats = beats = BeatReceiver(self.size)
         host = ray.util.get_node_ip_address()
-        self._beats = beats = BeatReceiver(host, self.size)
         try:
+            beats.bind(host)
             for socket in (self._inbox, *self._outboxes):
                 socket.bind(f"tcp://{host}:*")
             self._store = TCPStore(host, 0, self.size, is_master=True, wait_for_workers=False)
@@ -158,7 +159,7 @@ def _why(error: RayError) -> str:
     """What Ray says, without its numbers for things and its guesses."""
     text = " ".join(str(error).split())
     found = REASON.search(text)
-    why = found[1] if found else text
+    why = found[1] if found else _summary(error)
     if isinstance(error, ActorUnavailableError):
         detail = why.removeprefix("The actor is temporarily unavailable: ")
         return f"Ray does not reach it any more ({detail})"
