@@ -83,8 +83,8 @@ def _initialize() -> None:
             ray.init(address or None, logging_level=logging.ERROR, include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise InvalidConfigError(
-                f"no Ray cluster can be reached ({error}): check {ADDRESS}, or leave it out to "
-                f"start one on this host"
+                f"no Ray cluster can be reached ({error}): run this on one of its hosts (ray start "
+                f"--address=...) and check {ADDRESS}, or leave that out to start one on this host"
             ) from None
 
 
