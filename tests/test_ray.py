@@ -3,7 +3,6 @@ in a clear error, with nothing left behind, and in another engine once there is 
 """
 
 import logging
-import shutil
 import socket
 import subprocess
 import sys
@@ -67,12 +66,15 @@ NOTHING = ModelFiles(Path("unused"), Path("unused"))
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without cores, and two nodes with one core each."""
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,  # sockets' paths have 107 bytes
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        (Path(folder) / "ray").mkdir()
+        patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
-        folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets' paths have 107 bytes
-        quick = {"_system_config": QUICK_RAY, "temp_dir": folder}
-        head = {**NODE, "num_cpus": 0, "num_gpus": 0, **quick}
+        head = {**NODE, "num_cpus": 0, "num_gpus": 0, "_system_config": QUICK_RAY}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):
@@ -81,7 +83,6 @@ def cluster() -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
