@@ -44,9 +44,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--max-model-len", type=positive, default=4096)
+    parser.add_argument(
+        "--fixed",
+        action="store_true",
+        help="draft --num-drafts tokens at each step, whatever it costs: shows what is accepted",
+    )
     arguments = parse(parser, argv, limit=1, max_tokens=8)
     conversations = read_conversations(arguments.prompts, arguments.limit)
-    speculations = {method: speculation_of(arguments, method) for method in arguments.methods}
+    speculations = {
+        method: speculation_of(arguments, method, adaptive=not arguments.fixed)
+        for method in arguments.methods
+    }
     names = [PLAIN, *speculations]
     tallies: Tallies = defaultdict(Tally)
     same: Counter[str] = Counter()
@@ -77,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 max_tokens=arguments.max_tokens,
                 temperatures=" and ".join(f"{value:g}" for value in arguments.temperatures),
                 most_drafts=arguments.num_drafts,
+                drafts="fixed" if arguments.fixed else "adaptive",
             )
             _warm_up(engines)
             for turn, (temperature, conversation) in enumerate(sitting):
@@ -179,11 +188,12 @@ def _fill(
             rate = total.drafts.acceptance_rate
             value = None if rate is None else 100 * rate
             report.bars.append(Bar("head: accepted %", value, ACCEPTANCE_BAR))
-            if on_gpu:
+            if on_gpu and not arguments.fixed:
                 report.bars.append(Bar("head: speed-up", gain, SPEEDUP_BAR))
-        report.bars.append(
-            Bar(f"{method}: speed-up of the slowest kind", slowest.get(method), NEVER_SLOWER_BAR)
-        )
+        if not arguments.fixed:
+            worst = slowest.get(method)
+            bar = Bar(f"{method}: speed-up of the slowest kind", worst, NEVER_SLOWER_BAR)
+            report.bars.append(bar)
     report.samples = {f"{name}, {row}": asdict(tally) for (name, row), tally in tallies.items()}
 
 

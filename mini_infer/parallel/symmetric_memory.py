@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RANKS = 8
 """A part is sent as often as there are others: with more of them, rings send less."""
-MAX_SENT_BYTES = 2 * 2**20
-"""What a rank sends at most: beyond, the bytes count and not their latency."""
+MAX_SENT_BYTES = 4 * 2**20
+"""What a rank sends at most. Of two H200s it is faster than NCCL's sum up to there at least."""
 VECTOR_BYTES = 16
 """Rows are whole numbers of what a thread sends at once."""
 MAX_ROWS = 512
