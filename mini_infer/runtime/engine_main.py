@@ -83,8 +83,8 @@ def _serve(options: dict[str, Any], link: Link[ToServer, ToEngine], pulse: Pulse
             traceback.print_exc()
         link.send(Failed(Failure.of(error)))
         return 1
-    link.send(Loaded(core.config))
     pulse.watch(core)
+    link.send(Loaded(core.config))
     try:
         EngineLoop(core, link, pulse).run()
     except Exception:  # which the log has, and the server
