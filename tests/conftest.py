@@ -1,7 +1,9 @@
 """Fixtures of the whole suite."""
 
 import os
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,30 +23,46 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("mini-infer", deadline=None, print_blob=True)
 settings.load_profile("mini-infer")
 
+ROOT = Path(__file__).parents[1]
+PROCESSES = "processes"
 SHARED_SERVERS = "tests/clients/"
 """The folder whose files share dear fixtures."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says what one worker runs where there are several (``-n 2 --dist loadgroup``): a file, as its
-    tests share fixtures; all files whose tests start processes and wait for them, so that these
-    have a core to themselves. What takes longest is first, so that all workers end together."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        if item.get_closest_marker("processes"):
-            group = "processes"
-        else:
-            group = SHARED_SERVERS if file.startswith(SHARED_SERVERS) else file
-        item.add_marker(pytest.mark.xdist_group(group))
+    """What takes longest is first, so that all workers end together."""
     items.sort(key=_place)
 
 
 def _place(item: pytest.Item) -> int:
-    group = item.get_closest_marker("xdist_group")
-    assert group is not None
-    if group.args[0] in ("processes", SHARED_SERVERS):
+    if _group_of(item.nodeid.partition("::")[0]) in (PROCESSES, SHARED_SERVERS):
         return 0
     return 1 if item.get_closest_marker("real_model") else 2
+
+
+@cache
+def _group_of(file: str) -> str:
+    """What one worker runs where there are several: a file, as its tests share fixtures; all files
+    whose tests start processes and wait for them, so that these have a core to themselves."""
+    if file.startswith(SHARED_SERVERS):
+        return SHARED_SERVERS
+    is_patient = "pytest.mark.processes" in (ROOT / file).read_text(encoding="utf-8")
+    return PROCESSES if is_patient else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadgroup`` by these groups: xdist 3.8 puts groups of its own where pytest 9.2 does
+    not look for them any more."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group_of(nodeid.partition("::")[0])
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")

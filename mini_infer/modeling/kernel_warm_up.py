@@ -24,9 +24,8 @@ from mini_infer.modeling.step_result import MaskedStep
 if TYPE_CHECKING:
     from mini_infer.modeling.model_runner import ModelRunner
 
-SMALL_STEPS = ((1,), (20, 3, 1), (20, 9, 1))
-"""Tokens of the rows of small steps. In mixed ones, the first row is tiled and the others are cut
-into pieces, of which the longer one sets the queries of a tile."""
+TILED_ROW = 20
+"""Tokens of a row that attention tiles, and does not split."""
 MIDDLE_PROMPTS = (256, 1024)
 """Tokens of prompts too short for attention to give each processor two programs: the shorter one is
 split. The largest step is neither."""
@@ -58,7 +57,8 @@ def _rehearse_launched(runner: ModelRunner) -> None:
     middle = sorted({min(length, longest) for length in MIDDLE_PROMPTS})
     prompts = (
         *(step_of_prompts(config, [length], SamplingParams()) for length in middle),
-        *(small_step(config, lengths) for lengths in SMALL_STEPS),
+        small_step(config, (1,)),
+        *_mixed_steps(runner),
     )
     for batch in (*largest_steps(config), *prompts):
         runner.execute(batch).result()
@@ -66,10 +66,24 @@ def _rehearse_launched(runner: ModelRunner) -> None:
         for batch in prompts:
             chunks = tuple(chunk._replace(samples=False) for chunk in batch.chunks)
             runner.execute(replace(batch, chunks=chunks)).result()
-    masked = runner.execute(replace(small_step(config, SMALL_STEPS[0]), masked=(0,)))
+    masked = runner.execute(replace(small_step(config, (1,)), masked=(0,)))
     assert isinstance(masked, MaskedStep)
     masked.sample(bytearray((config.model_config.vocab_size + 31) // 32 * 4))
     masked.result()
+
+
+def _mixed_steps(runner: ModelRunner) -> Iterator[ScheduledBatch]:
+    """A chunk beside short rows, once for each kernel that attention has for those."""
+    kernels, config, layout = ops.gpu_kernels(), runner.config, runner.model.kv_layout
+    assert kernels is not None
+    for longest, count in kernels.short_rows(
+        runner.model.config.num_heads,
+        layout.num_kv_heads,
+        layout.head_dim * runner.dtype.itemsize,
+        config.max_num_seqs - 1,
+        runner.device,
+    ):
+        yield small_step(config, (TILED_ROW, longest, *[1] * (count - 1)))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mini_infer.kernels import reference
 from tests.kernels.paged_batches import POISON, PagedBatch, Shape, paged_batch
 from tests.kernels.triton_device import DEVICE
 
-triton_attention = pytest.importorskip("mini_infer.kernels.triton.attention")
+attention = pytest.importorskip("mini_infer.kernels.triton.attention")
 split = pytest.importorskip("mini_infer.kernels.triton.split_attention")
 splits = pytest.importorskip("mini_infer.kernels.triton.tile_splits")
 tiled = pytest.importorskip("mini_infer.kernels.triton.tiled_attention")
@@ -55,7 +56,7 @@ def on_device(batch: PagedBatch, dtype: torch.dtype = torch.float32) -> PagedBat
 
 def check(batch: PagedBatch, window: int | None = None, dtype: torch.dtype = torch.float32) -> None:
     batch = on_device(batch, dtype)
-    out = triton_attention.paged_attention(
+    out = attention.paged_attention(
         batch.q, batch.k_cache, batch.v_cache, batch.meta, batch.scale, window
     )
     exact = batch.in_dtype(torch.float64)
@@ -138,6 +139,25 @@ def test_few_keys_beside_the_queries_of_many_drafts(
     assert (plan.tiles.keys, plan.tiles.num_stages) == (keys, 2)
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (16, 8), (9, 3), (32, 2), (6, 6)]
+)
+def test_each_way_of_splitting_short_rows_is_rehearsed(
+    num_heads: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "num_sms", lambda _: 132)
+    monkeypatch.setattr(attention, "shared_memory", lambda _: 227 * 1024)
+    pairs = attention.short_rows(num_heads, num_kv_heads, 256, 255, torch.device("cpu"))
+
+    def tiles(queries: int, rows: int) -> Any:
+        total = queries * num_heads // num_kv_heads
+        return split.plan_splits(rows, num_kv_heads, total, 4096, 256, 132, 227 * 1024).tiles
+
+    counts = range(1, attention.SHORT_QUERY + 1), range(1, 256)
+    assert {tiles(*pair) for pair in product(*counts)} == {tiles(*pair) for pair in pairs}
+    assert len(pairs) == len({tiles(*pair) for pair in pairs})
+
+
 @pytest.mark.parametrize("head_bytes", [128, 160, 256, 512, 1024])
 @pytest.mark.parametrize("kib", [227, 163, 99])
 def test_tiles_fit_the_memory_of_smaller_cards(head_bytes: int, kib: int) -> None:
@@ -160,7 +180,7 @@ def test_heads_that_lie_apart(shape: Shape) -> None:
         for cache in (batch.k_cache, batch.v_cache)
     )
     arguments = (*caches, batch.meta, batch.scale)
-    out = triton_attention.paged_attention(batch.q, *arguments)
+    out = attention.paged_attention(batch.q, *arguments)
     expected = reference.paged_attention(batch.q, *arguments)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
 
@@ -182,8 +202,8 @@ def test_rows_of_a_graph_that_was_captured_for_other_chunks() -> None:
     )
     arguments = (batch.q, batch.k_cache, batch.v_cache)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_attention, "SHORT_QUERY", 4)
-        out = triton_attention.paged_attention(*arguments, graph_meta, batch.scale)
+        patch.setattr(attention, "SHORT_QUERY", 4)
+        out = attention.paged_attention(*arguments, graph_meta, batch.scale)
     expected = reference.paged_attention(*arguments, meta, batch.scale)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
 
@@ -200,8 +220,8 @@ def test_queries_may_be_a_slice_of_the_packed_projection() -> None:
     packed = torch.randn(12, 8, 16, device=DEVICE)
     packed[:, 2:6] = batch.q
     arguments = (batch.k_cache, batch.v_cache, batch.meta, batch.scale)
-    out = triton_attention.paged_attention(packed[:, 2:6], *arguments)
-    assert torch.equal(out, triton_attention.paged_attention(batch.q, *arguments))
+    out = attention.paged_attention(packed[:, 2:6], *arguments)
+    assert torch.equal(out, attention.paged_attention(batch.q, *arguments))
 
 
 SPLIT_STEPS = {
@@ -284,7 +304,7 @@ def test_a_graph_of_split_tiles_serves_other_lengths(many_processors: list[int])
         max_seqlen_k=4096,
     )
     arguments = (batch.q, batch.k_cache, batch.v_cache)
-    out = triton_attention.paged_attention(*arguments, meta, batch.scale)
+    out = attention.paged_attention(*arguments, meta, batch.scale)
     expected = reference.paged_attention(*arguments, batch.meta, batch.scale)
     assert many_processors[0] > 4
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)

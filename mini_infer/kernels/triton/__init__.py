@@ -8,7 +8,7 @@ Each function has the arguments of its namesake in ``mini_infer.kernels.referenc
 
 from mini_infer.kernels.triton.accept_drafts import accept_drafts_
 from mini_infer.kernels.triton.activation import silu_and_mul
-from mini_infer.kernels.triton.attention import paged_attention
+from mini_infer.kernels.triton.attention import paged_attention, short_rows
 from mini_infer.kernels.triton.chunk_inputs import chunk_inputs
 from mini_infer.kernels.triton.decode_inputs import decode_inputs
 from mini_infer.kernels.triton.draft_attention import draft_attention, takes_drafts
@@ -41,6 +41,7 @@ __all__ = [
     "publish_",
     "rms_norm",
     "rotary_and_write_kv",
+    "short_rows",
     "silu_and_mul",
     "sum_over_ranks",
     "takes_drafts",

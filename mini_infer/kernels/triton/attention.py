@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from mini_infer.kernels.metadata import AttentionMetadata
-from mini_infer.kernels.triton.split_attention import attend_short
+from mini_infer.kernels.triton.launch import num_sms, shared_memory
+from mini_infer.kernels.triton.split_attention import attend_short, plan_splits
 from mini_infer.kernels.triton.tiled_attention import attend_long
+from mini_infer.kernels.triton.tiles import Tiles
 
 SHORT_QUERY = 9
 """Queries of a row up to which it is split over its context: a token, or that and eight drafts."""
@@ -32,3 +34,17 @@ def paged_attention(
     if meta.max_query_len > short:
         attend_long(q, k_cache, v_cache, out, meta, scale, window, short)
     return out
+
+
+def short_rows(
+    num_heads: int, num_kv_heads: int, head_bytes: int, most_rows: int, device: torch.device
+) -> list[tuple[int, int]]:
+    """Queries of the longest of some short rows, and how many rows, up to ``most_rows``: a pair for
+    each kernel that splits such rows. ``head_bytes`` is the size of one key."""
+    sms, memory, group = num_sms(device), shared_memory(device), num_heads // num_kv_heads
+    pairs: dict[Tiles, tuple[int, int]] = {}
+    for queries in range(1, SHORT_QUERY + 1):
+        for rows in range(1, most_rows + 1):
+            plan = plan_splits(rows, num_kv_heads, queries * group, 1, head_bytes, sms, memory)
+            pairs.setdefault(plan.tiles, (queries, rows))
+    return list(pairs.values())
