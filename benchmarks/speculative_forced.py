@@ -117,13 +117,13 @@ def _measure(arguments: argparse.Namespace, method: str, report: Report) -> None
         turn = 0
         for batch in arguments.batches:
             runs: dict[str, list[Tally]] = defaultdict(list)
-            for llm in engines.values():
-                answer_all(llm, prompts[:batch], params)
-            for _ in range(arguments.repeats):
+            for repeat in range(-1, arguments.repeats):  # the first is a warm-up
                 for name in rotated(names, turn):
                     llm = engines[PLAIN if name == PLAIN else method]
                     with drafting(int(name)) if name.isdigit() else nullcontext():
-                        runs[name].append(answer_all(llm, prompts[:batch], params))
+                        tally = answer_all(llm, prompts[:batch], params)
+                    if repeat >= 0:
+                        runs[name].append(tally)
                 turn += 1
             report.rows += [
                 _row(method, name, batch, runs[name], runs[PLAIN]) for name in names[1:]
