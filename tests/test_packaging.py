@@ -27,6 +27,7 @@ BROUGHT_ALONG = {
     "triton": "torch",
     "opentelemetry": "opentelemetry-sdk",
     "langchain_core": "langchain-openai",
+    "xdist": "pytest-xdist",
     "zmq": "pyzmq",
 }
 """Packages that are part of how another one is used, by their name in an import."""

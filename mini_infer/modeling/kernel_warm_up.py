@@ -73,16 +73,25 @@ def _rehearse_launched(runner: ModelRunner) -> None:
 
 
 def _mixed_steps(runner: ModelRunner) -> Iterator[ScheduledBatch]:
-    """A chunk beside short rows, once for each kernel that attention has for those."""
-    kernels, config, layout = ops.gpu_kernels(), runner.config, runner.model.kv_layout
-    assert kernels is not None
-    for longest, count in kernels.short_rows(
-        runner.model.config.num_heads,
-        layout.num_kv_heads,
-        layout.head_dim * runner.dtype.itemsize,
-        config.max_num_seqs - 1,
-        runner.device,
-    ):
+    """A chunk beside short rows, once for each kernel that attention has for those, be it the
+    target's or a draft model's."""
+    kernels, config = ops.gpu_kernels(), runner.config
+    if kernels is None:
+        return
+    drafts = config.speculative_config.model_config if config.speculative_config else None
+    pairs = {
+        pair: None
+        for model in (runner.model.config, drafts)
+        if model is not None
+        for pair in kernels.short_rows(
+            model.num_heads,
+            model.kv_layout.num_kv_heads,
+            model.kv_layout.head_dim * runner.dtype.itemsize,
+            config.max_num_seqs - 1,
+            runner.device,
+        )
+    }
+    for longest, count in pairs:
         yield small_step(config, (TILED_ROW, longest, *[1] * (count - 1)))
 
 

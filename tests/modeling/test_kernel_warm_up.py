@@ -8,7 +8,7 @@ import pytest
 
 from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.speculative_config import SpeculativeConfig
-from mini_infer.modeling.kernel_warm_up import SMALL_STEPS, compile_kernels, rehearse, small_step
+from mini_infer.modeling.kernel_warm_up import TILED_ROW, compile_kernels, rehearse, small_step
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.step_result import LocalStep, MaskedStep
@@ -35,7 +35,9 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("lengths", SMALL_STEPS)
+@pytest.mark.parametrize(
+    "lengths", [(1,), (TILED_ROW, 3), (TILED_ROW, 9, 1), (TILED_ROW, *[1] * 66)]
+)
 def test_a_small_step_keeps_to_the_limits(limits: dict[str, Any], lengths: tuple[int, ...]) -> None:
     config = make_config(**limits)
     chunks = small_step(config, lengths).chunks
@@ -52,6 +54,29 @@ def test_rehearsed_steps_run(speculation: SpeculativeConfig | None, limits: dict
     runner = loaded(speculative_config=speculation, **limits)
     rehearse(runner)
     assert not runner.caches
+
+
+def test_each_kernel_of_short_rows_beside_a_chunk_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = pytest.importorskip("mini_infer.kernels.triton")
+    runner = loaded(max_num_seqs=8, max_num_batched_tokens=64)
+    execute, steps = runner.execute, []
+
+    def noted(batch: ScheduledBatch) -> LocalStep | MaskedStep:
+        steps.append([chunk.num_new_tokens for chunk in batch.chunks])
+        return execute(batch)
+
+    def short_rows(*arguments: Any) -> list[tuple[int, int]]:
+        assert arguments[:4] == (4, 2, 4 * TINY_MODEL.head_dim, 7)
+        return [(1, 1), (1, 6), (5, 2)]
+
+    monkeypatch.setattr(kernels, "short_rows", short_rows)
+    monkeypatch.setattr(runner, "execute", noted)
+    rehearse(runner)
+    assert [TILED_ROW, 1] in steps
+    assert [9, *[1] * 6] in steps  # as long as the tokens of a step allow
+    assert [TILED_ROW, 5, 1] in steps
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=["device", "host"])
