@@ -89,6 +89,9 @@ class StageRunner(ModelRunner):
         self._stage_graphs: StageGraphs | None = None
         self._fed: FedStage | None = None
         self._feeds: FeedingStage | None = None
+        self._unsampled: ScheduledBatch | None = None
+        """A step that waits for its masks. They may never come, but the first stage waits for what
+        it samples."""
 
     def load(self) -> None:
         """See ``ModelRunner.load``."""
@@ -139,6 +142,7 @@ class StageRunner(ModelRunner):
             CollectiveError: a neighbour is gone.
         """
         with device_failures():
+            self._feed_unsampled()
             self._receive(batch)
             run = self._last_stages_step if self._here.is_last else self._other_stages_step
             step = run(batch)
@@ -149,6 +153,7 @@ class StageRunner(ModelRunner):
     def drop(self, batch: ScheduledBatch) -> None:
         """In the last stage, in place of ``execute``: other stages do not know that the step is not
         to be run."""
+        self._feed_unsampled()
         self._receive(batch)
         self._tell_progress(self.config.model_config.num_layers)
         self._feed(batch)
@@ -175,13 +180,14 @@ class StageRunner(ModelRunner):
         if not isinstance(step, MaskedStep):
             self._feed(batch)
             return step
+        self._unsampled = batch
 
         @torch.inference_mode()
         def go_on(masks: bytearray) -> MaskedStep:
             try:
                 step.sample(masks)
             finally:
-                self._feed(batch)
+                self._feed_unsampled()
             return step
 
         return MaskedStep(go_on)
@@ -193,6 +199,11 @@ class StageRunner(ModelRunner):
     def _tell_progress(self, num_layers: int) -> None:
         for _ in range(num_layers):
             self._on_progress()
+
+    def _feed_unsampled(self) -> None:
+        batch, self._unsampled = self._unsampled, None
+        if batch is not None:
+            self._feed(batch)
 
     def _feed(self, batch: ScheduledBatch) -> None:
         if self._feeds is not None:

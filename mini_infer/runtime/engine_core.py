@@ -193,7 +193,7 @@ class EngineCore:
 
     def _sample_if_known(self) -> None:
         """Lets the step that waits for its masks sample, once all tokens before it are known: in a
-        pipeline they are, as steps in flight have no request in common."""
+        pipeline they are, as ``Turns`` plans no request with a grammar before its token is."""
         if self._unsampled is None or (len(self._in_flight) > 1 and not self.config.is_pipelined):
             return
         handle, self._unsampled = self._unsampled, None

@@ -4,7 +4,9 @@ architecture and at every point of the lattice.
 Ranks are threads here (``rank_threads.py``): ``test_mp_pipeline.py`` has the processes.
 """
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.events import ChunkScheduled, DraftsVerified, Event, Preempted
 from mini_infer.core.outputs import RequestOutput
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.grammar_requests import GrammarRequests
 from tests.modeling.graphs_on_cpu import replay_graphs
 from tests.runtime.engine_tools import run
 from tests.runtime.rank_threads import sharded_engine
@@ -138,6 +142,30 @@ def test_stages_replay_graphs(
     replay_graphs(monkeypatch)
     options = {"speculative_config": NGRAM} if ngram else {}
     check(pipeline("qwen2-tied", size, **options), "qwen2-tied", range(len(PROMPTS)))
+
+
+def test_masks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes first. What their step would have sampled is still expected in the first stage,
+    and must not be mistaken for what the next one does."""
+    engine = pipeline("llama", (2, 1), depth=3)
+    for index, params in enumerate(PARAMS):
+        engine.add_request(str(index), PROMPTS[index], params)
+    masks, calls = GrammarRequests.masks, itertools.count()
+
+    def interrupted(self: GrammarRequests, batch: ScheduledBatch) -> bytearray:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return masks(self, batch)
+
+    monkeypatch.setattr(GrammarRequests, "masks", interrupted)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        with contextlib.suppress(KeyboardInterrupt):
+            outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output}
+    assert next(calls) > 4
+    for index, expected in enumerate(alone("llama")):
+        assert_same(outputs[str(index)], expected)
+    engine.shutdown()
 
 
 def test_the_lattices_small_pool_does_preempt() -> None:
