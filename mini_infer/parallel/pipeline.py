@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mini_infer.core.engine_config import MAX_DEPTH
 from mini_infer.parallel.group import (
     SINGLE,
     DistributedGroup,
@@ -28,8 +29,6 @@ from mini_infer.parallel.rendezvous import Rendezvous
 STAGE_SECONDS = 600.0
 """How long a stage waits for the one before it, which may have a long step: that it does not hang
 is seen by who watches the ranks."""
-MOST_UNSENT = 8
-"""Steps that a stage may be ahead of the next one, at most; an engine has fewer in flight."""
 
 
 class StageLink:
@@ -67,11 +66,15 @@ class DistributedLink(StageLink):
         before: ProcessGroup | None,
         behind: ProcessGroup | None,
         back: ProcessGroup | None,
+        num_stages: int,
     ) -> None:
         """``before`` and ``behind``: this rank and its neighbour, if it has one there; ``back``:
         its places in the last stage and in the first one, if it is in either."""
         self._world, self._before, self._behind, self._back = world, before, behind, back
         self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._most_unsent = num_stages + MAX_DEPTH
+        """What was sent before so many others is there: the first stage takes in what is fed back
+        as many steps later as there are stages, and some are in flight."""
 
     def open(self, device: torch.device) -> None:
         """Sends something each way. The first message on a way has both ends wait for each other,
@@ -108,8 +111,9 @@ class DistributedLink(StageLink):
                 self._unsent.popleft()[0].wait()
 
     def _may_forget(self) -> bool:
-        """Is the oldest of what was sent there, or should it be?"""
-        return len(self._unsent) > MOST_UNSENT or self._unsent[0][0].is_completed()
+        """Is the oldest of what was sent there, or must it be? gloo does not say before it is asked
+        to wait."""
+        return len(self._unsent) > self._most_unsent or self._unsent[0][0].is_completed()
 
     def slowest(self, seconds: float) -> float:
         return self._world.slowest(seconds)
@@ -145,7 +149,7 @@ def join_stages(
             pair = dist.new_group([first, first + last], timedelta(seconds=STAGE_SECONDS))
             if place.rank in (first, first + last):
                 back = pair
-    link = DistributedLink(world, before, behind, back)
+    link = DistributedLink(world, before, behind, back, count)
     link.open(device)
     return group, link
 

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_infer.core.engine_config import AUTO, DEFAULT_MODEL, EngineConfig, engine_options
+from mini_infer.core.engine_config import (
+    AUTO,
+    DEFAULT_MODEL,
+    MAX_DEPTH,
+    EngineConfig,
+    engine_options,
+)
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.core.model_config import ModelConfig
 from mini_infer.core.speculative_config import SpeculativeConfig
@@ -281,7 +287,7 @@ def _resolve_lengths(given: dict[str, Any], model_config: ModelConfig) -> None:
         num_stages = given["pipeline_parallel_size"]
         given["depth"] = PIPELINE_DEPTH[given["device"]]
         if num_stages > 1:  # a step for each stage, and one that waits for the first
-            given["depth"] = num_stages + (given["speculative_config"] is None)
+            given["depth"] = min(num_stages + (given["speculative_config"] is None), MAX_DEPTH)
     if given["max_num_batched_tokens"] == AUTO:
         budget = CHUNK_TOKENS[given["device"]]
         if not given["enable_chunked_prefill"]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mini_infer.core.engine_config import MAX_DEPTH
 from mini_infer.core.errors import InvalidConfigError
 from mini_infer.runtime import resolve_parallel
 from mini_infer.runtime.local_executor import LocalExecutor
@@ -60,6 +61,13 @@ def test_a_pipeline_is_filled(model: dict[str, Any]) -> None:
     assert resolve_core({**stages, "depth": 1})[0].depth == 1
     assert resolve_core({**stages, "speculative_config": {"method": "ngram"}})[0].depth == 2
     assert resolve_core({"dry_run": True, "pipeline_parallel_size": 2})[0].depth == 1
+
+
+def test_a_long_pipeline_is_filled_as_far_as_can_be(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": MAX_DEPTH}))
+    options = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu"}
+    config, _ = resolve_core({**options, "pipeline_parallel_size": MAX_DEPTH})
+    assert config.depth == MAX_DEPTH
 
 
 @pytest.mark.parametrize(
