@@ -1,6 +1,7 @@
 """Serves an ``EngineCore`` to the other end of a link: messages in, one message a step out."""
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -120,7 +121,7 @@ class EngineLoop:
                 case "start_profile", []:
                     self._profiler.start()
                 case "stop_profile", [folder]:
-                    saved = self._writer.submit(self._profiler.stop(), Path(folder))
+                    saved = self._writer.submit(self._save, self._profiler.stop(), Path(folder))
                     self._saves.append((call.number, saved))
                     return
                 case _:
@@ -130,6 +131,10 @@ class EngineLoop:
         else:
             self._tell([])  # first what it did: whoever gets the answer may rely on that
             self._link.send(Answer(call.number, None))
+
+    def _save(self, write: Callable[[Path], Path], folder: Path) -> Path:
+        with self._pulse.patience():
+            return write(folder)
 
     def _answer_saves(self) -> None:
         for number, saved in [item for item in self._saves if item[1].done()]:

@@ -1,13 +1,14 @@
 """The engine's process: loads a model, then serves it to the process that started this one.
 
-    python -c "..." ENDPOINT
+    python -c "..." ENDPOINT PAGE
 
-``EngineProcess`` starts it. The first line of standard input has option names of ``EngineConfig``,
-as JSON. From then on standard input is the parent's lifeline: it ends when the parent does, however
-that ends, and this process with it.
+``EngineProcess`` starts it; PAGE is the descriptor of a page that both map. The first line of
+standard input has option names of ``EngineConfig``, as JSON. From then on standard input is the
+parent's lifeline: it ends when the parent does, however that ends, and this process with it.
 """
 
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -35,7 +36,7 @@ from mini_infer.runtime.engine_messages import (
 from mini_infer.runtime.engine_pulse import Pulse
 from mini_infer.runtime.grammar_compiler import GrammarCompiler
 from mini_infer.runtime.resolve import load_tokenizer, locate_tokenizer, resolve_core
-from mini_infer.runtime.silence import PULSE
+from mini_infer.runtime.silence import PAGE
 
 MAX_STEPS_AHEAD = 16
 """Messages that wait for a server that is slower than its engine, before steps wait for it. Each
@@ -53,7 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    pulse = Pulse(folder / PULSE)
+    pulse = Pulse(mmap.mmap(int(sys.argv[2]), PAGE.size))
     pulse.start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

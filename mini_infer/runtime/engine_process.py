@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mini_infer.core.errors import EngineDeadError
-from mini_infer.runtime.silence import HUNG_EXIT_CODE, LOOK_SECONDS, PULSE, Silence
+from mini_infer.runtime.silence import HUNG_EXIT_CODE, LOOK_SECONDS, PAGE, Silence, shared_memory
 
 if TYPE_CHECKING:
     from mini_infer.core.engine_config import EngineConfig
@@ -77,14 +78,17 @@ class EngineProcess:
         is_long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES
         self._folder = tempfile.mkdtemp(prefix="mini-infer-", dir="/tmp" if is_long else None)
         self._endpoint = f"ipc://{self._folder}/engine"
-        self._silence = Silence(Path(self._folder) / PULSE)
+        page = shared_memory(PAGE.size)
+        self._silence = Silence(mmap.mmap(page, PAGE.size))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, self._endpoint, "\n".join(sys.path)],
+            [sys.executable, "-c", PROGRAM, self._endpoint, str(page), "\n".join(sys.path)],
             stdin=subprocess.PIPE,
             bufsize=0,
+            pass_fds=(page,),
             env={**THREADS, **os.environ, **(environment or {})},
             start_new_session=True,
         )
+        os.close(page)
         self._closing = threading.Lock()
         line = json.dumps(dict(options), default=str) + "\n"
         assert self._process.stdin is not None
@@ -150,7 +154,8 @@ class EngineProcess:
                     )
                 if silence := self._silence.look():
                     raise EngineDeadError(
-                        f"the engine's process {HUNG.format(silence)} while it loaded the model"
+                        f"the engine's process {HUNG.format(silence)} while it loaded the model; "
+                        f"its output above may say where"
                     )
             message = self.link.receive()
             if isinstance(message, Failed):

@@ -9,12 +9,10 @@ import contextlib
 import faulthandler
 import mmap
 import os
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -34,17 +32,16 @@ class Pulse:
     looks at a clock.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        """``path`` is a file for ``Silence``, which is made; where it can't be, nobody looks."""
-        self._page: mmap.mmap | None = None
+    def __init__(self, page: mmap.mmap | None = None) -> None:
+        """``page`` is what ``Silence`` looks at. It asks for patience before ``watch``."""
+        self._page = page
         self._turn = 0
         """Odd while the loop works, even while it waits for somebody else."""
         self._core: EngineCore | None = None
         self._loop_thread = 0
-        if path is not None:
-            with contextlib.suppress(OSError), path.open("w+b", buffering=0) as file:
-                file.write(PAGE.pack(0, 1))
-                self._page = mmap.mmap(file.fileno(), PAGE.size)
+        self._num_beats, self._num_patient = 0, 0
+        self._writing = threading.Lock()
+        self._ask_for_patience(1)
 
     def start(self, on_hang: Callable[[float], None] | None = None) -> None:
         """Beats from now on. ``on_hang`` is told, once, for how many seconds the loop has hung;
@@ -58,7 +55,7 @@ class Pulse:
         """The calling thread is the loop's from now on; the model is loaded."""
         self._core = core
         self._loop_thread = threading.get_ident()
-        self._set_patience(False)
+        self._ask_for_patience(-1)
 
     def begin(self) -> None:
         """The loop begins what takes no longer than ``step_limit`` says."""
@@ -70,22 +67,29 @@ class Pulse:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Around what may keep the interpreter's lock for seconds, as loading does."""
-        self._set_patience(True)
-        yield
-        self._set_patience(False)
+        """Around what may keep the interpreter for seconds, as loading does; on any thread."""
+        self._ask_for_patience(1)
+        try:
+            yield
+        finally:
+            self._ask_for_patience(-1)
 
-    def _set_patience(self, asked: bool) -> None:
+    def _ask_for_patience(self, more: int) -> None:
+        with self._writing:
+            self._num_patient += more
+            self._count()  # or the silence that it asked patience for would be too long at its end
+
+    def _count(self) -> None:
+        self._num_beats += 1
         if self._page is not None:
-            struct.pack_into("=q", self._page, PAGE.size // 2, asked)
+            PAGE.pack_into(self._page, 0, self._num_beats, self._num_patient)
 
     def _beat(self, on_hang: Callable[[float], None]) -> None:
-        num_beats, turn, stuck = 0, 0, 0.0
+        turn, stuck = 0, 0.0
         last = time.monotonic()
         while stuck <= self._limit(stuck):
-            num_beats += 1
-            if self._page is not None:
-                struct.pack_into("=q", self._page, 0, num_beats)
+            with self._writing:
+                self._count()
             time.sleep(BEAT_SECONDS)
             now = time.monotonic()
             # More of it is time in which the machine was suspended, or too busy for this thread.

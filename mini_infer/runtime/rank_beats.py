@@ -5,7 +5,6 @@ Not messages: nobody has to read them, and a rank that is stopped leaves none un
 
 import mmap
 import struct
-from pathlib import Path
 from typing import Protocol
 
 _COUNTER = struct.Struct("=q")
@@ -26,12 +25,15 @@ class RankBeats:
     A rank writes its own, one thread each; eight aligned bytes are written at once.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
-        """Maps the file at ``path``, which is made where there is none."""
-        with path.open("ab+") as file:
-            file.truncate(size * _PER_RANK)
-            self._memory = mmap.mmap(file.fileno(), size * _PER_RANK)
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Maps the memory, ``num_bytes`` of ``size`` ranks, that has this ``descriptor``."""
+        self._memory = mmap.mmap(descriptor, self.num_bytes(size))
         self._size = size
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """What ``size`` ranks take."""
+        return size * _PER_RANK
 
     def beat(self, rank: int) -> None:
         """The process of ``rank`` runs."""
@@ -47,7 +49,7 @@ class RankBeats:
         return list(zip(counters[::2], counters[1::2], strict=True))
 
     def close(self) -> None:
-        """Lets go of the memory; the file is removed with its folder."""
+        """Lets go of the memory."""
         self._memory.close()
 
     def _count(self, offset: int) -> None:

@@ -15,8 +15,9 @@ import zmq
 
 from mini_infer.runtime.engine_process import MAX_FOLDER_BYTES, THREADS
 from mini_infer.runtime.rank_beats import RankBeats
-from mini_infer.runtime.rank_worker import BEATS, INBOX, OUTBOX
+from mini_infer.runtime.rank_worker import INBOX, OUTBOX
 from mini_infer.runtime.ranks import STOP_SECONDS, Ranks
+from mini_infer.runtime.silence import shared_memory
 
 PROGRAM = (
     # First of all: the working directory, which "-c" puts there, may hide modules.
@@ -40,15 +41,18 @@ class RankProcesses(Ranks):
         is_long = len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES
         self._folder = Path(tempfile.mkdtemp(prefix="mini-infer-", dir="/tmp" if is_long else None))
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._beats = RankBeats(self._folder / BEATS, size)
+        memory = shared_memory(RankBeats.num_bytes(size))
+        self._beats = RankBeats(memory, size)
         names = [OUTBOX, *map(INBOX.format, range(size))]
         try:
             for socket, name in zip([self._inbox, *self._outboxes], names, strict=True):
                 socket.bind(f"ipc://{self._folder}/{name}")
             for rank in range(size):
-                self._processes.append(self._spawn(rank, num_threads))
+                self._processes.append(self._spawn(rank, num_threads, memory))
         except (zmq.ZMQError, OSError) as error:
             self._die(f"their processes can't be started: {error}")
+        finally:
+            os.close(memory)
         self._watch_anew()
 
     @property
@@ -60,15 +64,16 @@ class RankProcesses(Ranks):
         """Where their sockets are; removed at the end."""
         return self._folder
 
-    def _spawn(self, rank: int, num_threads: int) -> "subprocess.Popen[bytes]":
+    def _spawn(self, rank: int, num_threads: int, memory: int) -> "subprocess.Popen[bytes]":
         own = {"OMP_NUM_THREADS": str(num_threads)}
         if rank:
             own["TQDM_DISABLE"] = "1"  # one of them shows its progress
-        arguments = [str(self._folder), str(rank), str(self.size), "\n".join(sys.path)]
+        numbers = map(str, (rank, self.size, memory))
         return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
+            [sys.executable, "-c", PROGRAM, str(self._folder), *numbers, "\n".join(sys.path)],
             stdin=subprocess.PIPE,
             bufsize=0,
+            pass_fds=(memory,),
             env={**THREADS, **os.environ, **own},
             start_new_session=True,
         )

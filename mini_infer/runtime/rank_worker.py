@@ -1,9 +1,10 @@
 """A rank's process: loads its part of a model, then runs the steps that its engine sends.
 
-    python -c "..." FOLDER RANK SIZE
+    python -c "..." FOLDER RANK SIZE BEATS
 
-``RankProcesses`` starts it. Standard input is the engine's lifeline: it ends when the engine's
-process does, however that ends, and this process with it.
+``RankProcesses`` starts it; BEATS is the descriptor of memory that all map. Standard input is the
+engine's lifeline: it ends when the engine's process does, however that ends, and this process with
+it.
 """
 
 import os
@@ -56,7 +57,6 @@ BEAT_SECONDS = 0.25
 LAST_WORDS_MS = 500
 INBOX, OUTBOX = "rank-{}", "engine"
 """Names of the sockets in the folder: one for each rank's orders, one for all that they tell."""
-BEATS = "beats"
 REFUSED = "a step before it failed"
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_engine, args=(folder,), daemon=True).start()
-    beats = RankBeats(folder / BEATS, size)
+    beats = RankBeats(int(sys.argv[4]), size)
     threading.Thread(target=_beat, args=(beats, rank), daemon=True).start()
     link = EngineLink(f"ipc://{folder}/{INBOX.format(rank)}", f"ipc://{folder}/{OUTBOX}")
     worker = RankWorker(rank, size, link, beats, FolderRendezvous(folder), gpu=rank)

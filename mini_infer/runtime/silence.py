@@ -1,14 +1,13 @@
 """How long a process has given no sign of life, as another one sees it."""
 
-import contextlib
+import mmap
+import os
 import struct
+import tempfile
 import time
-from pathlib import Path
 
-PULSE = "pulse"
-"""The name of the page's file."""
 PAGE = struct.Struct("=qq")
-"""A page of memory that two processes share: beats so far, and whether it asks for patience."""
+"""Memory that two processes share: beats so far, and how many threads ask for patience."""
 HUNG_EXIT_CODE = 86
 """Of a process that has ended itself because its work hung."""
 LOOK_SECONDS = 0.5
@@ -20,12 +19,25 @@ PATIENT_SECONDS = 300.0
 interpreter for seconds; for minutes, where gigabytes of libraries come over a slow network."""
 
 
+def shared_memory(num_bytes: int) -> int:
+    """A descriptor of so many noughts, to map and to pass to a child, and no file where the system
+    has other memory: who writes to a page of a file may have to wait for a busy disk, here with the
+    interpreter's lock (E. Jones, "The four month bug", 2015)."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("mini-infer")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, num_bytes)
+    return descriptor
+
+
 class Silence:
     """Looks at what a ``Pulse`` writes. Not messages: nobody has to read them, and a process that
     is stopped leaves none unread."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, page: mmap.mmap) -> None:
+        self._page = page
         self._num_beats = 0
         self._last_look = time.monotonic()
         self._seconds = 0.0
@@ -37,12 +49,10 @@ class Silence:
         now = time.monotonic()
         passed = min(now - self._last_look, 2 * LOOK_SECONDS)
         self._last_look = now
-        with contextlib.suppress(OSError, struct.error):  # not made yet, or gone with its process
-            num_beats, is_patient = PAGE.unpack(self._path.read_bytes())
-            if num_beats and num_beats == self._num_beats:
-                self._seconds += passed
-            else:
-                self._num_beats, self._seconds = num_beats, 0.0
-            if self._seconds > (PATIENT_SECONDS if is_patient else SILENCE_SECONDS):
-                return self._seconds
-        return None
+        num_beats, num_patient = PAGE.unpack_from(self._page)
+        if num_beats and num_beats == self._num_beats:
+            self._seconds += passed
+        else:
+            self._num_beats, self._seconds = num_beats, 0.0
+        limit = PATIENT_SECONDS if num_patient else SILENCE_SECONDS
+        return self._seconds if self._seconds > limit else None

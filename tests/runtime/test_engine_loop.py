@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,6 +11,7 @@ from mini_infer.core.events import Finished, PrefixCacheReset
 from mini_infer.core.outputs import RequestUpdate
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.engine_loop import EngineLoop
 from mini_infer.runtime.engine_main import MAX_STEPS_AHEAD
 from mini_infer.runtime.engine_messages import (
     EVENT_KINDS,
@@ -20,6 +23,7 @@ from mini_infer.runtime.engine_messages import (
     News,
 )
 from mini_infer.runtime.engine_process import MAX_STEPS_BEHIND
+from mini_infer.runtime.engine_pulse import Pulse
 from tests.runtime.engine_host import ThreadHost
 
 NUM_TOKENS = 300
@@ -92,6 +96,26 @@ def test_calls_are_answered_between_steps_also_of_an_idle_engine(host: ThreadHos
         assert answer.number == number
         assert (answer.failure is None) == (failure is None)
         assert failure is None or (answer.failure and answer.failure.kind.startswith(failure))
+
+
+def test_a_profile_is_waited_for_until_it_is_written(
+    engine: LLMEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To write one keeps the interpreter, in whatever thread."""
+    pulse = Pulse()
+    pulse.watch(engine.core)
+    asked: list[int] = []
+    loop = EngineLoop(engine.core, Mock(), pulse)
+
+    def write(folder: Path) -> Path:
+        asked.append(pulse._num_patient)
+        return folder
+
+    monkeypatch.setattr(loop._profiler, "stop", lambda: write)
+    loop._call(Call(0, "stop_profile", [str(tmp_path)]))
+    [(_, saved)] = loop._saves
+    assert saved.result(30) == tmp_path
+    assert (asked, pulse._num_patient) == ([1], 0)
 
 
 def test_what_a_call_did_is_told_before_its_answer(host: ThreadHost) -> None:

@@ -237,8 +237,7 @@ async def test_a_stopped_engine_is_a_dead_one(monkeypatch: pytest.MonkeyPatch) -
 def test_an_engine_that_stops_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     starter = EngineStarter({"dry_run": True})
     process = starter.spawn()
-    page = Path(process._folder) / silence.PULSE
-    wait_for(lambda: page.exists() and any(page.read_bytes()[:8]))
+    wait_for(lambda: silence.PAGE.unpack_from(process._silence._page)[0] > 0)
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(silence, "PATIENT_SECONDS", 0.5)
     monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.5)
