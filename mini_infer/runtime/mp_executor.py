@@ -33,6 +33,7 @@ from mini_infer.runtime.rank_messages import (
 )
 from mini_infer.runtime.rank_processes import RankProcesses
 from mini_infer.runtime.ranks import LAG_SECONDS, Ranks
+from mini_infer.runtime.step_limit import layer_limit
 
 
 class MultiProcessExecutor:
@@ -73,7 +74,8 @@ class MultiProcessExecutor:
         """
         config, files = self._config, self._files
         self._ranks = self._start_ranks()
-        self._ranks.watches_progress = config.is_pipelined and config.device == "cpu"
+        if config.is_pipelined and config.device == "cpu":
+            self._ranks.layer_seconds = layer_limit(config)
         try:
             for _ in self._answers():
                 pass  # all of them are up, so that none waits for another that is not
@@ -174,7 +176,10 @@ class MultiProcessExecutor:
                     self._fail_apart({message.rank: message})
             case Failed() if message.lost_another:
                 for failures in self._failures.values():
-                    self._fail_apart(failures)
+                    if (
+                        failures.keys() != self._sampling_ranks
+                    ):  # else a request's fault, or its end
+                        self._fail_apart(failures)
                 self.ranks.blame(message)
             case Failed():
                 self.ranks.fail(

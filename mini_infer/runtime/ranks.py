@@ -15,13 +15,9 @@ import zmq
 from mini_infer.core.errors import EngineDeadError
 from mini_infer.parallel.rank_place import RankPlace
 from mini_infer.runtime.rank_messages import Failed, FromRank, Stop, ToRank
+from mini_infer.runtime.silence import PATIENT_SECONDS, SILENCE_SECONDS
 
 POLL_MS = 50
-SILENCE_SECONDS = 5.0
-"""After so long without a beat a rank is taken for stopped. A thread of its own beats, whatever the
-others do, and needs the interpreter for microseconds."""
-LOADING_SILENCE_SECONDS = 60.0
-"""The same while libraries and weights are read, which may keep the interpreter for seconds."""
 LAG_SECONDS = 7.0
 """A rank that is not done with a step that others have launched so long ago hangs: all do the same
 work."""
@@ -57,9 +53,9 @@ class Ranks(ABC):
         """Makes the sockets, which the subclass binds, before it starts ``size`` ranks, in
         ``num_stages`` of a pipeline, and calls ``_watch_anew``."""
         self.size = size
-        self.watches_progress = False
-        """Do the counts of steps move during a step as well? Then a step is under way while they
-        do."""
+        self.layer_seconds: float | None = None
+        """What a layer may take, where the counts of steps move with each of them: then a step is
+        under way while they do."""
         self.places = [RankPlace(rank, size // num_stages, num_stages) for rank in range(size)]
         self._beats: Beats
         self._reason: str | None = None
@@ -206,12 +202,13 @@ class Ranks(ABC):
         ended = self._ended()
         if ended is not None and not self._inbox.poll(int(GRACE_SECONDS * 1e3)):
             self._die_of(ended)  # else it has said why
-        self._look_for_silent(LOADING_SILENCE_SECONDS if loading else SILENCE_SECONDS)
+        self._look_for_silent(PATIENT_SECONDS if loading else SILENCE_SECONDS)
         steps = [count for _, count in self._counts]
-        behind = min(steps) < max(steps) or (self.watches_progress and not loading)
-        if behind and time.monotonic() - self._moved > LAG_SECONDS:
+        behind = min(steps) < max(steps) or (self.layer_seconds is not None and not loading)
+        waited = time.monotonic() - self._moved
+        if behind and waited > LAG_SECONDS + (self.layer_seconds or 0):
             slow = steps.index(min(steps))  # of several, others wait for the first
-            self._die(f"{self.name(slow)} hangs: others have waited {LAG_SECONDS:g} s for its step")
+            self._die(f"{self.name(slow)} hangs: others have waited {waited:.0f} s for its step")
 
     def _listen(self) -> None:
         """Notes which counters have moved."""

@@ -1,8 +1,8 @@
-"""How long a step may take before its engine is taken for hung."""
+"""How long a step, or a layer of one, may take before its engine is taken for hung."""
 
 from collections.abc import Sequence
 
-from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.batch import Chunk, ScheduledBatch
 from mini_infer.core.engine_config import EngineConfig
 
 STEP_SECONDS = 8.0
@@ -18,10 +18,20 @@ RANKS_SECONDS = 60.0
 
 def step_limit(config: EngineConfig, batches: Sequence[ScheduledBatch]) -> float:
     """Seconds that the steps ``batches``, together, may take on the slowest machine there is."""
-    speed = SLOWEST_CPU if config.device == "cpu" else SLOWEST_GPU
     work = sum(_operations(config, batch) for batch in batches)
     has_ranks = config.distributed_executor_backend != "local"
-    return STEP_SECONDS + work / speed + has_ranks * RANKS_SECONDS
+    return STEP_SECONDS + work / _speed(config) + has_ranks * RANKS_SECONDS
+
+
+def layer_limit(config: EngineConfig) -> float:
+    """The same of a layer of the largest step."""
+    whole = Chunk("", 0, 0, config.max_step_tokens)
+    most = _operations(config, ScheduledBatch(0, (whole,)))
+    return most / config.model_config.num_layers / _speed(config)
+
+
+def _speed(config: EngineConfig) -> float:
+    return SLOWEST_CPU if config.device == "cpu" else SLOWEST_GPU
 
 
 def _operations(config: EngineConfig, batch: ScheduledBatch) -> float:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,11 +19,14 @@ from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.parallel.group import COLLECTIVE_SECONDS
+from mini_infer.parallel.rank_place import RankPlace
 from mini_infer.runtime import mp_executor
 from mini_infer.runtime import ranks as watched
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
 from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.engine_messages import Failure
 from mini_infer.runtime.mp_executor import MultiProcessExecutor
+from mini_infer.runtime.rank_messages import Failed, StepFailed
 from tests.runtime.engine_tools import generate, greedy, run
 from tests.runtime.fake_executor import make_config
 from tests.runtime.faulty_ranks import FATAL_TOKEN
@@ -120,6 +124,17 @@ def test_a_step_that_fails_on_every_rank_ends_its_request_only() -> None:
     with pytest.raises(EngineDeadError, match="rank 0 was killed by SIGKILL"):
         run(engine)
     engine.shutdown()
+
+
+def test_a_request_that_failed_is_not_to_blame_for_a_rank_that_ends_later() -> None:
+    ranks = executor()
+    ranks._ranks = watched_ranks = Mock(places=[RankPlace(rank, 2, 1) for rank in range(2)])
+    watched_ranks.fail.side_effect = AssertionError("it failed on every rank")
+    watched_ranks.blame.side_effect = EngineDeadError("rank 0 was killed")
+    for rank in range(2):
+        ranks._take_in(StepFailed(rank, 7, Failure("StepError", "a step before it failed")))
+    with pytest.raises(EngineDeadError, match="was killed"):
+        ranks._take_in(Failed(1, Failure("CollectiveError", "gone"), lost_another=True))
 
 
 def test_an_error_while_loading_is_what_one_process_raises() -> None:
