@@ -160,6 +160,8 @@ def _probe(address: str) -> None:
 def _own_signals() -> Iterator[None]:
     """Ray takes SIGTERM for itself, which an engine's process leaves to its server."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    with contextlib.suppress(ValueError):  # another thread than the main one: Ray didn't either
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # another thread than the main one: Ray didn't either
+            signal.signal(signal.SIGTERM, before)
