@@ -112,10 +112,14 @@ def _host_seconds(runner: ModelRunner, costs: StepCosts) -> float:
 
 
 def _of_launches(runner: ModelRunner, rows: tuple[int, ...], most_drafts: int) -> StepCosts:
-    """Steps are measured as the runner runs them, with no drafts, with one, and with most."""
+    """Steps are measured as the runner runs them, with no drafts, with one, and with most; none of
+    more tokens than a step may have, for which nobody has room."""
     config = runner.config
     context = min(CONTEXT, config.max_model_len - 1)
-    counts = tuple(sorted({0, 1, most_drafts}))
+    most_drafts = min(most_drafts, config.max_step_tokens - 1)
+    most_rows = config.max_step_tokens // (1 + most_drafts)
+    rows = tuple(sorted({min(count, most_rows) for count in rows}))
+    counts = tuple(sorted({0, min(1, most_drafts), most_drafts}))
     verify: list[tuple[float, ...]] = []
     propose: list[tuple[float, ...]] = []
     slowest = runner.slowest

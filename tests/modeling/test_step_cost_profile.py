@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mini_infer.core.batch import ScheduledBatch
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.core.step_costs import StepCosts
@@ -41,27 +42,40 @@ def check(costs: StepCosts, rows: tuple[int, ...], drafts: tuple[int, ...], prop
 
 
 @pytest.mark.parametrize(
-    "limits",
+    ("limits", "rows", "drafts"),
     [
-        {},
-        {"max_num_seqs": 1},
-        {"max_model_len": 2},
-        {"max_num_batched_tokens": 3},
-        {"block_size": 1},
+        ({}, (1, 4, 8), (0, 1, 3)),
+        ({"max_num_seqs": 1}, (1,), (0, 1, 3)),
+        ({"max_model_len": 2}, (1, 4, 8), (0, 1, 3)),
+        ({"block_size": 1}, (1, 4, 8), (0, 1, 3)),
+        # No step is measured that can't be: a stage has no room for what another one sends.
+        ({"max_num_batched_tokens": 23}, (1, 4, 5), (0, 1, 3)),
+        ({"max_num_batched_tokens": 3}, (1,), (0, 1, 2)),
+        ({"max_num_batched_tokens": 2}, (1,), (0, 1)),
+        ({"max_num_batched_tokens": 1}, (1,), (0,)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("speculation", [DEVICE, HOST], ids=["device", "host"])
 def test_launched_steps(
-    speculation: SpeculativeConfig, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    speculation: SpeculativeConfig,
+    limits: dict[str, Any],
+    rows: tuple[int, ...],
+    drafts: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_cost_profile, "MOST_SECONDS", math.inf)  # on a busy machine
     runner = started(speculative_config=speculation, **limits)
+    execute, most = runner.execute, runner.config.max_step_tokens
+
+    def checked(batch: ScheduledBatch) -> Any:
+        assert batch.num_tokens <= most
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", checked)
     costs = measure_step_costs(runner)
     assert costs is not None
-    most = min(8, limits.get("max_num_seqs", 8), limits.get("max_num_batched_tokens", 8))
-    rows = tuple(sorted({1, min(4, most), most}))
-    check(costs, rows, (0, 1, 3), proposes=speculation.on_device)
+    check(costs, rows, drafts, proposes=speculation.on_device and drafts != (0,))
     state = runner.state
     assert not any(t.any() for t in (state.token_table, state.last_positions, state.kv_limits))
     assert not any(cache[:16].any() for caches in runner.caches for cache in caches)
