@@ -107,7 +107,7 @@ def _measure(arguments: argparse.Namespace, method: str, report: Report) -> None
             prompt_tokens=arguments.prompt_tokens,
             output_tokens=arguments.output_tokens,
             forced_acceptance=arguments.acceptance,
-            draft=arguments.draft_model if method == "draft_model" else method,
+            draft=Path(arguments.draft_model).name if method == "draft_model" else method,
         )
         rng = random.Random(arguments.seed)
         size = config.model_config.vocab_size
@@ -157,14 +157,17 @@ def drafting(count: int) -> Iterator[None]:
 
 def _with_vocabulary(arguments: argparse.Namespace, folder: Path) -> str:
     """The draft's configuration, with as many tokens as the target's where it has another number:
-    models of one tokenizer pad their tables to different sizes. Written to ``folder``."""
+    models of one tokenizer pad their tables to different sizes. Written to a part of ``folder``
+    that has the draft's name."""
     target, draft = (
         read_json_object(locate_model(name).folder / "config.json")
         for name in (arguments.model, arguments.draft_model)
     )
     draft["vocab_size"] = target["vocab_size"]
-    (folder / "config.json").write_text(json.dumps(draft))
-    return str(folder)
+    made = folder / Path(arguments.draft_model).name
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(draft))
+    return str(made)
 
 
 def predicted_speedup(tally: Tally) -> float | None:
