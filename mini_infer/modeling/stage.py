@@ -37,10 +37,6 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
-    @property
-    def is_all(self) -> bool:
-        return self.count == 1
-
     def has(self, name: str, tied: bool) -> bool:
         """Is this tensor of a checkpoint here? Where the table is ``tied``, it is the head, too."""
         if name.startswith(_LAYERS):

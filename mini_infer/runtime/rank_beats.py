@@ -15,7 +15,8 @@ class StepCounter(Protocol):
     """The half of a rank's signs of life that its steps give."""
 
     def finish_step(self, rank: int) -> None:
-        """``rank`` has launched all of a step, or failed to."""
+        """``rank`` has launched all of a step, or failed to; where stages compute on a CPU, each
+        of its layers as well."""
         ...
 
 

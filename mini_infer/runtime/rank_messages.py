@@ -4,7 +4,7 @@
 
     engine                                                 every rank
       Load, Profile, Prepare, Measure, Run, Sample, Stop ──►
-          ◄── Up, Done, Costs, Result (of rank 0), StepFailed, Failed
+          ◄── Up, Done, Costs, Result (of one rank), StepFailed, Failed
 
 All ranks get the same messages in the same order, and nobody decides but the engine.
 """

@@ -146,10 +146,11 @@ class RayRanks(Ranks):
             ray.wait(self._runs, num_returns=len(self._runs), timeout=seconds)
 
     def _end_all(self) -> None:
-        with contextlib.suppress(RayError):
-            for actor in self._actors:
+        for actor in self._actors:
+            with contextlib.suppress(RayError):
                 ray.kill(actor)
-            if self._group is not None:
+        if self._group is not None:
+            with contextlib.suppress(RayError):
                 remove_placement_group(self._group)
         self._wait_for_ends(STOP_SECONDS)
         CONNECTION.close()

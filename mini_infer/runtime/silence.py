@@ -23,9 +23,9 @@ def shared_memory(num_bytes: int) -> int:
     """A descriptor of so many noughts, to map and to pass to a child, and no file where the system
     has other memory: who writes to a page of a file may have to wait for a busy disk, here with the
     interpreter's lock (E. Jones, "The four month bug", 2015)."""
-    if hasattr(os, "memfd_create"):
+    try:
         descriptor = os.memfd_create("mini-infer")
-    else:
+    except (AttributeError, OSError):
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     os.truncate(descriptor, num_bytes)
