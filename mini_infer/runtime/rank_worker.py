@@ -98,14 +98,16 @@ class EngineLink:
         return order
 
     def send(self, message: FromRank) -> None:
-        """Never waits."""
+        """Never waits; nothing is sent any more after ``close``."""
         with self._sending:
-            self._outbox.send(self._encode(message))
+            if not self._outbox.closed:
+                self._outbox.send(self._encode(message))
 
     def close(self) -> None:
         """Once what was sent is there, or nobody takes it."""
         self._inbox.close()
-        self._outbox.close()
+        with self._sending:  # a last step's result may still come, or fail as other ranks have left
+            self._outbox.close()
         self._context.term()
 
 
