@@ -33,7 +33,10 @@ def resolve_ranks(given: dict[str, Any], model_config: ModelConfig) -> None:
     if num_stages > 1:
         share_out_layers(model_config, num_stages)
     on_ray = given["distributed_executor_backend"] == "ray"
-    _check_packages(PACKAGES | RAY_PACKAGES if on_ray else PACKAGES)
+    if on_ray:
+        _check_packages("ranks on Ray", PACKAGES | RAY_PACKAGES)
+    else:
+        _check_packages("ranks in processes of their own", PACKAGES)
     if given["device"] == "cuda" and not on_ray:  # which knows what its hosts have
         _check_gpus(size, num_stages)
 
@@ -46,18 +49,17 @@ def cluster_has_gpus(given: Mapping[str, Any]) -> bool:
     """
     if given["distributed_executor_backend"] != "ray":
         return False
-    _check_packages(PACKAGES | RAY_PACKAGES)
+    _check_packages("ranks on Ray", PACKAGES | RAY_PACKAGES)
     from mini_infer.runtime.ray_cluster import has_gpus
 
     return has_gpus()
 
 
-def _check_packages(packages: Mapping[str, str]) -> None:
+def _check_packages(what: str, packages: Mapping[str, str]) -> None:
     missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
     if missing:
         raise InvalidConfigError(
-            f"processes that share a model need {' and '.join(missing)}: "
-            f"pip install {' '.join(missing)}"
+            f"{what} need {' and '.join(missing)}: pip install {' '.join(missing)}"
         )
 
 

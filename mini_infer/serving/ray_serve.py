@@ -12,8 +12,9 @@ import json
 import os
 from collections.abc import Awaitable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
+import msgspec
 import ray
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +31,13 @@ from mini_infer.serving.options import ServerOptions
 HEALTH_CHECK_SECONDS = 2.0
 REQUEST_ID = b"x-request-id"
 API_KEYS = "MINI_INFER_API_KEY"
+RAYS_OWN = {
+    "router": "Ray Serve chooses a replica for each request",
+    "replicas": "min_replicas and max_replicas say how many there are",
+    "host": "Ray Serve listens, at http_options.host of its file",
+    "port": "Ray Serve listens, at http_options.port of its file",
+}
+"""Options of ``mini-infer serve`` whose part Ray Serve plays here."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         InvalidConfigError: no such option, or a value that can't work.
     """
     given = {name.replace("-", "_"): value for name, value in args.items()}
+    for name, reason in RAYS_OWN.items():
+        if name in given:
+            raise InvalidConfigError(f"there is no option {name!r} under Ray Serve: {reason}")
     replicas = ReplicaOptions(**_take(ReplicaOptions, given))
     server_options = _take(ServerOptions, given)
     if API_KEYS in os.environ:
@@ -170,16 +181,25 @@ def _resources(options: Mapping[str, Any], num_cpus: float) -> dict[str, float]:
 
 def _take(kind: type[Any], given: dict[str, Any]) -> dict[str, Any]:
     """Takes the fields of a dataclass out of ``given``."""
+    kinds = get_type_hints(kind)
     taken = {}
     for field in fields(kind):
         if field.name in given:
             value = given.pop(field.name)
             if field.default is not MISSING and isinstance(field.default, tuple):
                 value = _texts(value)
-            elif not isinstance(field.default, str):
-                value = _literal(value)
-            taken[field.name] = value
+            try:
+                taken[field.name] = msgspec.convert(
+                    value, kinds[field.name], strict=False, dec_hook=_other_kind
+                )
+            except msgspec.ValidationError as error:
+                raise InvalidConfigError(f"{field.name}={value!r:.80}: {error}") from None
     return taken
+
+
+def _other_kind(kind: type[Any], value: Any) -> Any:
+    """What texts can say besides what JSON has: a path."""
+    return kind(value)
 
 
 def _engine_value(name: str, value: Any) -> Any:

@@ -128,7 +128,7 @@ def test_ray_is_a_package_of_its_own(
         "find_spec",
         lambda name: None if name == "ray" else found(name),
     )
-    with pytest.raises(InvalidConfigError, match=r"pip install 'mini-infer\[ray\]'"):
+    with pytest.raises(InvalidConfigError, match=r"ranks on Ray need 'mini-infer\[ray\]': pip"):
         resolve_core({**model, "distributed_executor_backend": "ray"})
 
 

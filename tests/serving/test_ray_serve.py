@@ -1,5 +1,6 @@
 """The application for Ray Serve: what it takes and refuses. ``tests/test_ray.py`` runs it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,23 @@ from mini_infer.serving.ray_serve import build
         ({"max_ongoing_requests": 0}, "max_ongoing_requests 1 or more"),
         ({"tensor-parallel-size": "two"}, "tensor_parallel_size must be an integer, got 'two'"),
         ({"max_num_queued": "0"}, "--max-num-queued must be 1 or more"),
+        ({"min_replicas": "one"}, "min_replicas='one': Expected `int`, got `str`"),
+        ({"request_timeout": "soon"}, "request_timeout='soon': Expected `float | null`"),
+        ({"router": "least_loaded"}, "Ray Serve chooses a replica"),
+        ({"port": "9000"}, "http_options.port of its file"),
     ],
 )
 def test_what_can_not_be_is_refused_before_it_is_deployed(options: Any, told: str) -> None:
     with pytest.raises(InvalidConfigError, match=told):
         build({"dry_run": "true", **options})
+
+
+def test_texts_are_values_of_the_options_kinds(tmp_path: Path) -> None:
+    options = {"request_timeout": "2", "access_log": "true", "profile_folder": str(tmp_path)}
+    [_, server] = build({"dry_run": "true", **options})._bound_deployment.init_args
+    assert server.request_timeout == 2.0
+    assert server.access_log is True
+    assert server.profile_folder == tmp_path
 
 
 def test_what_a_replica_takes(monkeypatch: pytest.MonkeyPatch) -> None:
