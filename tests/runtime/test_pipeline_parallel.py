@@ -7,6 +7,7 @@ Ranks are threads here (``rank_threads.py``): ``test_mp_pipeline.py`` has the pr
 import contextlib
 import functools
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -142,6 +143,28 @@ def test_stages_replay_graphs(
     replay_graphs(monkeypatch)
     options = {"speculative_config": NGRAM} if ngram else {}
     check(pipeline("qwen2-tied", size, **options), "qwen2-tied", range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_aborted_requests_leave_their_slots_and_nothing_else(seed: int) -> None:
+    """Their tokens are still on their way when others have their slots."""
+    chance = random.Random(seed)
+    engine = pipeline("llama", (3, 1), depth=4, max_num_seqs=2, max_num_batched_tokens=5)
+    asked: dict[str, int] = {}
+    outputs: dict[str, RequestOutput] = {}
+    for number in range(30):
+        asked[str(number)] = index = chance.randrange(len(PROMPTS))
+        engine.add_request(str(number), PROMPTS[index], PARAMS[index])
+        for _ in range(chance.randrange(4)):
+            outputs |= {delta.request_id: delta.output for delta in engine.step() if delta.output}
+        if chance.random() < 0.5 and (running := asked.keys() - outputs.keys()):
+            aborted = chance.choice(sorted(running))
+            engine.abort(aborted)
+            del asked[aborted]
+    outputs |= run(engine)
+    for request_id, index in asked.items():
+        assert_same(outputs[request_id], alone("llama")[index])
+    engine.shutdown()
 
 
 def test_masks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
