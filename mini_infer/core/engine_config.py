@@ -96,7 +96,10 @@ class EngineConfig:
         "fcfs", "Who runs first, who is preempted: fcfs, priority, or your module:Class."
     )
     depth: int = option(
-        AUTO, "Steps in flight; 2 schedules a step before the last one's result.", kind=int
+        AUTO,
+        "Steps in flight; 2 schedules a step before the last one's result, and a pipeline needs one "
+        "for each stage.",
+        kind=int,
     )
     speculative_config: SpeculativeConfig | None = option(
         None,
@@ -197,8 +200,7 @@ class EngineConfig:
 
     @property
     def is_pipelined(self) -> bool:
-        """Do several stages share out the layers? Then steps in flight are those of different
-        requests, as each stage has another one."""
+        """Do several stages share out the layers? Then each has a step of other requests."""
         return self.pipeline_parallel_size > 1
 
     @property
