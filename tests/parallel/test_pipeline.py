@@ -1,6 +1,5 @@
 """What stages send each other, and how many messages may be under way before somebody waits."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +41,11 @@ else:
 def test_both_ends_send_as_much_as_may_be_in_flight_before_either_receives(tmp_path: Path) -> None:
     program = PROGRAM.format(path=sys.path, size=NUM_STAGES, count=NUM_STAGES + MAX_DEPTH)
     ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path)], env=os.environ)
+        subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path)])
         for rank in range(NUM_STAGES)
     ]
-    assert [rank.wait(timeout=60) for rank in ranks] == [0] * NUM_STAGES
+    try:
+        assert [rank.wait(timeout=60) for rank in ranks] == [0] * NUM_STAGES
+    finally:
+        for rank in ranks:
+            rank.kill()
