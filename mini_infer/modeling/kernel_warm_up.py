@@ -117,6 +117,8 @@ def _one_layer_of_each_kind(runner: ModelRunner) -> Iterator[None]:
 def small_step(config: EngineConfig, lengths: Sequence[int]) -> ScheduledBatch:
     """Short prompts, sampled plainly; or fewer and shorter ones, where limits are narrow."""
     num_rows = min(len(lengths), config.max_num_seqs, config.max_step_tokens)
-    longest = min(config.max_step_tokens // num_rows, config.max_model_len - 1)
-    fitting = [min(length, longest) for length in lengths[-num_rows:]]
+    longest, rows = config.max_model_len - 1, lengths[-num_rows:]
+    if sum(rows) > config.max_step_tokens:
+        longest = min(longest, config.max_step_tokens // num_rows)
+    fitting = [min(length, longest) for length in rows]
     return step_of_prompts(config, fitting, SamplingParams())

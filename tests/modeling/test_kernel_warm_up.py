@@ -48,6 +48,14 @@ def test_a_small_step_keeps_to_the_limits(limits: dict[str, Any], lengths: tuple
         assert len(chunk.new_block_ids) * config.block_size >= chunk.num_new_tokens
 
 
+def test_a_small_step_is_what_was_asked_for_where_it_fits() -> None:
+    """Many rows in a narrow budget make no short row of the tiled one."""
+    config = make_config(max_num_seqs=256, max_num_batched_tokens=256)
+    lengths = (TILED_ROW, 5, *[1] * 132)
+    chunks = small_step(config, lengths).chunks
+    assert tuple(chunk.num_new_tokens for chunk in chunks) == lengths
+
+
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("speculation", [None, *SPECULATIONS], ids=["plain", "device", "host"])
 def test_rehearsed_steps_run(speculation: SpeculativeConfig | None, limits: dict[str, Any]) -> None:
