@@ -27,11 +27,14 @@ from mini_infer.runtime.engine_messages import (
 )
 from mini_infer.runtime.engine_profiler import EngineProfiler
 from mini_infer.runtime.engine_pulse import Pulse
+from mini_infer.runtime.executor import WatchedExecutor
 
 logger = logging.getLogger(__name__)
 
 SAVE_POLL_MS = 20
 """How often an idle engine looks whether a profile is written."""
+LOOK_MS = 500
+"""How often it looks whether others that run its steps are still there."""
 
 
 class EngineLoop:
@@ -83,7 +86,8 @@ class EngineLoop:
                 # What an abort freed is told without a step, as none may follow.
                 if self._core.has_unfinished() or self._has_news:
                     return True
-                self._link.socket.poll(SAVE_POLL_MS if self._saves else None)
+                if not self._link.socket.poll(self._patience):
+                    self._look()
                 continue
             message = self._link.receive()
             if isinstance(message, Stop):
@@ -95,6 +99,17 @@ class EngineLoop:
                 self._pulse.begin()
                 self._take_in(message)
                 self._pulse.end()
+
+    @property
+    def _patience(self) -> int | None:
+        """Milliseconds that an idle engine waits for a message; None: as long as it takes."""
+        if self._saves:
+            return SAVE_POLL_MS
+        return LOOK_MS if isinstance(self._core.executor, WatchedExecutor) else None
+
+    def _look(self) -> None:
+        if isinstance(self._core.executor, WatchedExecutor):
+            self._core.executor.look()
 
     def _take_in(self, message: Add | Finish | Listen) -> None:
         match message:

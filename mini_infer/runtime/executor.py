@@ -49,3 +49,17 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Frees what ``start`` took; harmless when called twice."""
         ...
+
+
+@runtime_checkable
+class WatchedExecutor(Executor, Protocol):
+    """An executor that may lose what runs its steps while none runs."""
+
+    def look(self) -> None:
+        """Looks whether all are there, without waiting. To be asked about twice a second while no
+        step is in flight: so an engine does not promise what its next request would find gone.
+
+        Raises:
+            EngineDeadError: one has ended, or gives no sign of life.
+        """
+        ...

@@ -37,8 +37,8 @@ from mini_infer.runtime.step_limit import layer_limit
 
 
 class MultiProcessExecutor:
-    """Implements ``Executor``: every rank gets every step, and the first one of the last stage
-    tells what it brought.
+    """Implements ``WatchedExecutor``: every rank gets every step, and the first one of the
+    last stage tells what it brought.
 
     ::
 
@@ -130,6 +130,10 @@ class MultiProcessExecutor:
         # Of steps before, nobody asks any more.
         self._results = {key: output for key, output in self._results.items() if key >= number}
         return self._results.pop(number)
+
+    def look(self) -> None:
+        """See ``WatchedExecutor.look``."""
+        self._take_in(self.ranks.look())
 
     def shutdown(self) -> None:
         if self._ranks is not None:

@@ -101,6 +101,8 @@ class RankProcesses(Ranks):
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _end_all(self) -> None:
+        # Before and after: where this process is killed meanwhile, nobody is left to do it.
+        shutil.rmtree(self._folder, ignore_errors=True)
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -134,6 +134,19 @@ class Ranks(ABC):
         message: FromRank = self._decode(self._inbox.recv())
         return message
 
+    def look(self) -> FromRank | None:
+        """While no step runs, about twice a second: a message that is there, without waiting.
+
+        Raises:
+            EngineDeadError: a rank has ended, or is stopped. Then all are ended.
+        """
+        self._check_alive()
+        if not self._inbox.poll(0):
+            self._look_for_lost(SILENCE_SECONDS)
+            return None
+        message: FromRank = self._decode(self._inbox.recv())
+        return message
+
     def fail(self, reason: str) -> NoReturn:
         """Ends all ranks, as no further step can work.
 
@@ -195,6 +208,16 @@ class Ranks(ABC):
         self._moved = now
 
     def _watch(self, loading: bool) -> None:
+        self._look_for_lost(PATIENT_SECONDS if loading else SILENCE_SECONDS)
+        steps = [count for _, count in self._counts]
+        behind = min(steps) < max(steps) or (self.layer_seconds is not None and not loading)
+        waited = time.monotonic() - self._moved
+        if behind and waited > LAG_SECONDS + (self.layer_seconds or 0):
+            slow = steps.index(min(steps))  # of several, others wait for the first
+            self._die(f"{self.name(slow)} hangs: others have waited {waited:.0f} s for its step")
+
+    def _look_for_lost(self, limit: float) -> None:
+        """Whether steps run or not; ``limit``: of silence, in seconds."""
         if time.monotonic() - self._listened > STALE_SECONDS:
             self._watch_anew()
         self._listen()
@@ -202,13 +225,7 @@ class Ranks(ABC):
         ended = self._ended()
         if ended is not None and not self._inbox.poll(int(GRACE_SECONDS * 1e3)):
             self._die_of(ended)  # else it has said why
-        self._look_for_silent(PATIENT_SECONDS if loading else SILENCE_SECONDS)
-        steps = [count for _, count in self._counts]
-        behind = min(steps) < max(steps) or (self.layer_seconds is not None and not loading)
-        waited = time.monotonic() - self._moved
-        if behind and waited > LAG_SECONDS + (self.layer_seconds or 0):
-            slow = steps.index(min(steps))  # of several, others wait for the first
-            self._die(f"{self.name(slow)} hangs: others have waited {waited:.0f} s for its step")
+        self._look_for_silent(limit)
 
     def _listen(self) -> None:
         """Notes which counters have moved."""

@@ -198,5 +198,7 @@ async def test_a_server_gets_another_engine_when_a_rank_is_killed(tmp_path: Path
         assert await text_of(engine, "Hello") == expected
         assert not [rank for rank in ranks if rank.is_running()]
         ranks = psutil.Process(process_of(engine).pid).children()
+        ranks[1].kill()
+        await until(lambda: not engine.healthy)  # nobody has asked it anything
     _, alive = psutil.wait_procs(ranks, timeout=LIMIT)
     assert not alive
