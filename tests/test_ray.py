@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -35,6 +36,7 @@ from tests.runtime.test_engine_process import running, text_of, until
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.exceptions import RayError  # noqa: E402
 
 from mini_infer.runtime import ray_cluster, ray_executor  # noqa: E402
 from mini_infer.runtime.ray_cluster import RankPlan  # noqa: E402
@@ -249,6 +251,13 @@ def test_no_cluster_at_the_address(
 ) -> None:
     monkeypatch.setenv(ray_cluster.ADDRESS, address)
     with pytest.raises(InvalidConfigError, match=told):
+        executor().start()
+
+
+def test_a_cluster_whose_token_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = RayError("authentication token is missing")
+    monkeypatch.setattr(ray, "init", Mock(side_effect=refusal))
+    with pytest.raises(InvalidConfigError, match=r"token is missing.*give it .*auth_token"):
         executor().start()
 
 

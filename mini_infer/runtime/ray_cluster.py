@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from mini_infer.core.errors import ClusterResourcesError, InvalidConfigError
@@ -81,10 +82,11 @@ def _initialize() -> None:
     with _own_signals():
         try:
             ray.init(address or None, logging_level=logging.ERROR, include_dashboard=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise InvalidConfigError(
                 f"no Ray cluster can be reached ({error}): run this on one of its hosts (ray start "
-                f"--address=...) and check {ADDRESS}, or leave that out to start one on this host"
+                f"--address=...), give it the first host's ~/.ray/auth_token if the cluster asks "
+                f"for a token, and check {ADDRESS}, or leave that out to start one on this host"
             ) from None
 
 
