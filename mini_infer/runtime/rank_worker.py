@@ -8,6 +8,7 @@ it.
 """
 
 import os
+import platform
 import queue
 import shutil
 import signal
@@ -23,7 +24,7 @@ import msgspec
 import zmq
 
 from mini_infer.core.engine_config import EngineConfig
-from mini_infer.core.errors import DEBUG, EngineDeadError
+from mini_infer.core.errors import DEBUG, EngineDeadError, InvalidConfigError
 from mini_infer.parallel.rank_place import RankPlace
 from mini_infer.parallel.rendezvous import FolderRendezvous, Rendezvous
 from mini_infer.runtime.engine_messages import Failure
@@ -180,6 +181,12 @@ class RankWorker:
         config = order.config
         device = torch.device(config.device)
         if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise InvalidConfigError(
+                    f"rank {self._rank} is to run on a GPU, and the torch of its host "
+                    f"{platform.node()} can't use GPUs: install one there that is built for them, "
+                    f"or choose device cpu"
+                )
             device = torch.device("cuda", self._gpu)
             torch.cuda.set_device(device)
         files = self._locate(order)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mini_infer.cli.doctor import command, machine, probe
 from mini_infer.cli.doctor.machine import parse_links
 from mini_infer.cli.doctor.plan import examine
 from mini_infer.cli.main import main
-from mini_infer.core.errors import ModelNotFoundError
+from mini_infer.core.errors import InvalidConfigError, ModelNotFoundError
+from mini_infer.runtime import resolve
 from mini_infer.runtime.resolve import resolve_core
 
 MODEL = {
@@ -148,6 +150,26 @@ def test_a_draft_model_counts_and_an_unknown_model_is_a_finding(run: Run, model:
     broken = {"plan": {"error": "no model 'x'"}}
     code, out = run("--model", "x", **broken)
     assert (code, "FAIL  plan" in out) == (1, True)
+
+
+@pytest.mark.parametrize(("num_gpus", "told"), [(1, None), (0, "on other hosts: run the doctor")])
+def test_a_plan_for_a_cluster(
+    num_gpus: int, told: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which each host is like this one."""
+    pytest.importorskip("ray")
+    monkeypatch.setattr(resolve, "cluster_has_gpus", lambda given: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**36, 2**37))
+    options = {"model": str(model), "distributed_executor_backend": "ray", "dtype": "float32"}
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "attention_backend": "torch"}
+    if told is None:
+        found = examine({**options, **ranks})
+        assert found["fits"]
+        assert len(found["rank_weight_bytes"]) == len(found["free_bytes"]) == 4
+    else:
+        with pytest.raises(InvalidConfigError, match=told):
+            examine({**options, **ranks})
 
 
 def test_an_alias_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

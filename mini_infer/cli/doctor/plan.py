@@ -56,7 +56,12 @@ def _resolve(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _devices(config: EngineConfig) -> list["DeviceMemory"]:
-    """All GPUs, each with what this process itself takes of it, as a rank's would; or the CPU."""
+    """All GPUs, each with what this process itself takes of it, as a rank's would; or the CPU.
+    With Ray, those of as many hosts like this one as the ranks take.
+
+    Raises:
+        InvalidConfigError: a cluster has GPUs, and this host of it none.
+    """
     import psutil
     import torch
 
@@ -65,9 +70,16 @@ def _devices(config: EngineConfig) -> list["DeviceMemory"]:
     if config.device == "cpu":
         memory = psutil.virtual_memory()
         return [DeviceMemory(memory.available, memory.total)]
-    return [
+    gpus = [
         DeviceMemory(*torch.cuda.mem_get_info(index)) for index in range(torch.cuda.device_count())
     ]
+    if config.distributed_executor_backend != "ray":
+        return gpus
+    if not gpus:
+        raise InvalidConfigError(
+            "the GPUs of this Ray cluster are on other hosts: run the doctor on one of those"
+        )
+    return [gpus[rank % len(gpus)] for rank in range(max(len(gpus), config.num_ranks))]
 
 
 def _numbers(plan: "MemoryPlan", devices: Sequence["DeviceMemory"]) -> dict[str, Any]:
