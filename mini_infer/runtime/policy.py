@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 
 from mini_infer.core.errors import InvalidConfigError, PolicyError
 from mini_infer.core.request import Request
+from mini_infer.core.user_code import why_not_loaded
 
 
 class SchedulingPolicy(Protocol):
@@ -113,7 +114,9 @@ def load_policy(name: str) -> SchedulingPolicy:
     try:
         policy: Any = getattr(importlib.import_module(module_name), class_name)()
     except Exception as error:  # it is the user's code, and may raise anything
-        raise InvalidConfigError(f"scheduling_policy {name!r} can't be loaded: {error}") from error
+        raise InvalidConfigError(
+            f"scheduling_policy {name!r} can't be loaded: {why_not_loaded(error)}"
+        ) from error
     missing = [
         method
         for method in ("key", "choose_victim", "may_displace")

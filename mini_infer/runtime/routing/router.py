@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mini_infer.core.errors import InvalidConfigError, RouterError
+from mini_infer.core.user_code import why_not_loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,9 @@ def load_router(name: str) -> Router:
     try:
         router: Any = getattr(importlib.import_module(module_name), class_name)()
     except Exception as error:  # it is the user's code, and may raise anything
-        raise InvalidConfigError(f"router {name!r} can't be loaded: {error}") from error
+        raise InvalidConfigError(
+            f"router {name!r} can't be loaded: {why_not_loaded(error)}"
+        ) from error
     if not callable(getattr(router, "choose", None)):
         raise InvalidConfigError(f"router {name!r} lacks choose()")
     return _Guarded(router, name)

@@ -9,6 +9,7 @@ from typing import Any
 from mini_infer.core.errors import InvalidConfigError, ProposerError
 from mini_infer.core.request import Request
 from mini_infer.core.speculative_config import BUILT_IN_METHODS, SpeculativeConfig
+from mini_infer.core.user_code import why_not_loaded
 from mini_infer.runtime.speculation.ngram import NGramProposer
 from mini_infer.runtime.speculation.proposer import Proposer
 
@@ -53,7 +54,7 @@ def load_proposer_class(method: str) -> type:
         proposer_class: Any = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # it is the user's code, and may raise anything
         raise InvalidConfigError(
-            f"speculative_config: method {method!r} can't be loaded: {error}"
+            f"speculative_config: method {method!r} can't be loaded: {why_not_loaded(error)}"
         ) from error
     if not isinstance(proposer_class, type):
         raise InvalidConfigError(f"speculative_config: method {method!r} is not a class")
