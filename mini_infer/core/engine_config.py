@@ -97,8 +97,8 @@ class EngineConfig:
     )
     depth: int = option(
         AUTO,
-        "Steps in flight; 2 schedules a step before the last one's result, and a pipeline needs one "
-        "for each stage.",
+        "Steps in flight; 2 schedules a step before the last one's result, and a pipeline needs "
+        "one for each stage.",
         kind=int,
     )
     speculative_config: SpeculativeConfig | None = option(
