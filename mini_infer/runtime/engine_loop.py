@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from mini_infer.core.errors import MiniInferError
+from mini_infer.core.errors import EngineDeadError, MiniInferError
 from mini_infer.core.events import Event
 from mini_infer.core.outputs import RequestUpdate
 from mini_infer.runtime.engine_core import EngineCore
@@ -68,7 +68,9 @@ class EngineLoop:
                 self._pulse.end()
                 self._tell(updates)
         except Exception as error:
-            logger.exception("the engine failed")
+            # Where ranks have died, the error says it all; of any other, the place matters.
+            told = isinstance(error, EngineDeadError)
+            logger.error("the engine failed: %s", error, exc_info=not told)
             self._link.send(Failed(Failure.of(error)))
             raise
         finally:
