@@ -254,6 +254,17 @@ def test_no_cluster_at_the_address(
         executor().start()
 
 
+def test_a_cluster_that_has_left_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv(ray_cluster.ADDRESS, raising=False)
+    with pytest.raises(InvalidConfigError, match=r"no longer answers at 127.0.0.1:1 .*ray stop"):
+        executor().start()
+
+
 def test_a_cluster_whose_token_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = RayError("authentication token is missing")
     monkeypatch.setattr(ray, "init", Mock(side_effect=refusal))

@@ -9,8 +9,10 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
@@ -146,16 +148,33 @@ def _probe(address: str) -> None:
             f"{ADDRESS}={address} is one for clients outside of a cluster: run this on a host of "
             f"it, as steps go from here to the ranks, and leave {ADDRESS} out"
         )
-    host, _, port = address.rpartition(":")
+    known = address or _last_cluster()
+    host, _, port = known.rpartition(":")
     if not port.isdigit():
         return
     try:
         socket.create_connection((host, int(port)), PROBE_SECONDS).close()
     except OSError as error:
+        if not address:
+            raise InvalidConfigError(
+                f"the Ray cluster that was started on this host no longer answers at {known} "
+                f"({error}): start it again (ray start), or forget it (ray stop) to have one "
+                f"started by the engine"
+            ) from None
         raise InvalidConfigError(
             f"no Ray cluster answers at {address} ({error}): check {ADDRESS}, or leave it out to "
             f"start one on this host"
         ) from None
+
+
+def _last_cluster() -> str:
+    """Where Ray looks for a cluster by itself: what ``ray start`` wrote here, and a host's sudden
+    end leaves behind."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    try:
+        return (folder / "ray" / "ray_current_cluster").read_text().strip()
+    except OSError:
+        return ""
 
 
 @contextlib.contextmanager
