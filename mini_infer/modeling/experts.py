@@ -27,8 +27,4 @@ class ExpertSum(nn.Module):
         the place of either."""
         if self.sum is None:
             return residual.add_(part)
-        if self.sum.fits(part):
-            return self.sum(part, residual)
-        if self.sum.group.rank == 0:
-            part = residual.add_(part)
-        return self.sum.group.all_reduce_(part)
+        return self.sum.add_to(residual, lambda: part, lambda: residual.add_(part))

@@ -3,12 +3,15 @@
 Letters in shapes: T tokens of the step.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from mini_infer.kernels import ops
 from mini_infer.kernels.reference import Norm
 from mini_infer.modeling.layers import RMSNorm
 from mini_infer.parallel.group import TensorParallelGroup
+from mini_infer.parallel.symmetric_memory import Mailboxes
 
 
 class NormAfterSum(RMSNorm):
@@ -40,18 +43,31 @@ class RankSum:
         self.norm_after: NormAfterSum | None = None
         """The one that is made of the sum next, if that is known."""
 
-    def fits(self, part: Tensor) -> bool:
-        """Is ``part [T, size]`` one of those that a kernel of our own adds up?"""
-        boxes = self.group.mailboxes
-        return boxes is not None and boxes.fit(part)
+    def __call__(self, part: Tensor) -> Tensor:
+        """``part [T, size]`` of all ranks together."""
+        boxes = self._boxes_for(part)
+        return self.group.all_reduce_(part) if boxes is None else self._in_one(boxes, part, None)
 
-    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``part [T, size]`` of all ranks together; where parts fit, added to ``residual`` in place
-        if that is given."""
+    def add_to(
+        self, residual: Tensor, part: Callable[[], Tensor], added: Callable[[], Tensor]
+    ) -> Tensor:
+        """``residual [T, size]`` and every rank's part, in place or in another tensor.
+
+        ``part`` makes this rank's, ``added`` that with ``residual`` added. Where NCCL adds up, rank
+        0's has it: so no rank adds it afterwards.
+        """
+        boxes = self._boxes_for(residual)
+        if boxes is not None:
+            return self._in_one(boxes, part(), residual)
+        return self.group.all_reduce_(added() if self.group.rank == 0 else part())
+
+    def _boxes_for(self, part: Tensor) -> Mailboxes | None:
+        """Those through which a kernel of our own adds up ``part [T, size]``; None where NCCL
+        does."""
         boxes = self.group.mailboxes
-        if boxes is None or not boxes.fit(part):
-            assert residual is None
-            return self.group.all_reduce_(part)
+        return boxes if boxes is not None and boxes.fit(part) else None
+
+    def _in_one(self, boxes: Mailboxes, part: Tensor, residual: Tensor | None) -> Tensor:
         after = self.norm_after
         norm = None if after is None else after.parameters_for(part.dtype)
         places = boxes.addresses, boxes.turns, boxes.rank

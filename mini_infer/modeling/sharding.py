@@ -275,17 +275,9 @@ class RowParallelLinear(Linear):
         return self.sum.group.all_reduce_(super().forward(x, norm, out))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """See ``Linear.add_to``; of many rows the sum may be another tensor than ``residual``.
-
-        There rank 0's product takes the residual stream along, as it would alone: no rank adds it
-        afterwards.
-        """
-        group = self.sum.group
-        if self.sum.fits(residual):
-            return self.sum(super().forward(x), residual)
-        if group.rank == 0:
-            return group.all_reduce_(super().add_to(residual, x))
-        return group.all_reduce_(super().forward(x))
+        """See ``Linear.add_to``; of many rows the sum may be another tensor than ``residual``."""
+        part, added = super().forward, super().add_to
+        return self.sum.add_to(residual, lambda: part(x), lambda: added(residual, x))
 
 
 class VocabularyParallelEmbedding(Embedding):

@@ -67,3 +67,11 @@ def mixed_params() -> list[SamplingParams]:
         SamplingParams(max_tokens=10 + index, ignore_eos=True, **kind)
         for index, kind in enumerate(kinds)
     ]
+
+
+def generate_all(folder: Path, **options: Any) -> list[list[int]]:
+    """Tokens of all prompts, twice in one batch: greedily, and with every kind of parameters."""
+    params = [GREEDY] * len(prompts()) + mixed_params()
+    with open_llm(folder, **options) as llm:
+        outputs = llm.generate(prompts() * 2, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]

@@ -11,23 +11,9 @@ import torch
 
 from mini_infer.core.errors import EngineDeadError
 from mini_infer.core.sampling_params import SamplingParams
-from tests.gpu.small_engines import (
-    ARCHITECTURES,
-    GREEDY,
-    mixed_params,
-    open_llm,
-    prompts,
-    write_config,
-)
+from tests.gpu.small_engines import ARCHITECTURES, generate_all, open_llm, write_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-def run(folder: Path, **options: Any) -> list[list[int]]:
-    params = [GREEDY] * len(prompts()) + mixed_params()
-    with open_llm(folder, **options) as llm:
-        outputs = llm.generate(prompts() * 2, params, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -37,7 +23,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    return run(folder)
+    return generate_all(folder)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +40,7 @@ def expected(folder: Path) -> list[list[int]]:
 def test_two_stages_give_the_same_tokens(
     folder: Path, expected: list[list[int]], options: dict[str, Any]
 ) -> None:
-    assert run(folder, pipeline_parallel_size=2, **options) == expected
+    assert generate_all(folder, pipeline_parallel_size=2, **options) == expected
 
 
 def test_a_stage_that_is_killed_ends_the_engine(folder: Path) -> None:

@@ -5,22 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.small_engines import (
-    ARCHITECTURES,
-    GREEDY,
-    mixed_params,
-    open_llm,
-    prompts,
-    write_config,
-)
-
-
-def run(folder: Path, **options: Any) -> list[list[int]]:
-    """All prompts twice in one batch: greedily, and with every kind of parameters."""
-    params = [GREEDY] * len(prompts()) + mixed_params()
-    with open_llm(folder, **options) as llm:
-        outputs = llm.generate(prompts() * 2, params, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+from tests.gpu.small_engines import ARCHITECTURES, generate_all, write_config
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -30,7 +15,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    return run(folder)
+    return generate_all(folder)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +37,4 @@ def expected(folder: Path) -> list[list[int]]:
 def test_every_switch_gives_the_same_tokens(
     folder: Path, expected: list[list[int]], options: dict[str, Any]
 ) -> None:
-    assert run(folder, **options) == expected
+    assert generate_all(folder, **options) == expected
