@@ -1,7 +1,7 @@
 """Blocks of KV memory: who holds them, which can be reused, which is evicted next."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 BlockHash = bytes
 
@@ -47,50 +47,73 @@ class BlockPool:
         """Takes ``count`` blocks with one reference each; None, and no change, if too few."""
         if count > self.num_available:
             return None
-        return [self._take() for _ in range(count)]
+        first = max(0, len(self._free) - count)
+        blocks = self._free[first:]
+        blocks.reverse()
+        del self._free[first:]
+        while len(blocks) < count:
+            blocks.append(self._evict())
+        for block_id in blocks:
+            self._ref_counts[block_id] = 1
+        return blocks
 
-    def _take(self) -> int:
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id, _ = self._cached.popitem(last=False)
-            block_hash = self._hash_of.pop(block_id)
-            del self._block_of[block_hash]
-            self._on_evict(block_id, block_hash)
-        self._ref_counts[block_id] = 1
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        block_hash = self._hash_of.pop(block_id)
+        del self._block_of[block_hash]
+        self._on_evict(block_id, block_hash)
         return block_id
 
-    def lookup(self, block_hash: BlockHash) -> int | None:
-        """The block with this content, or None. No side effect."""
-        return self._block_of.get(block_hash)
+    def lookup(self, block_hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks with these contents, up to the first that is not there. No side effect."""
+        blocks: list[int] = []
+        for block_hash in block_hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            blocks.append(block_id)
+        return blocks
 
-    def is_referenced(self, block_id: int) -> bool:
-        return self._ref_counts[block_id] > 0
+    def num_unreferenced(self, block_ids: Iterable[int]) -> int:
+        """How many of the blocks belong to nobody."""
+        ref_counts = self._ref_counts
+        return [ref_counts[block_id] for block_id in block_ids].count(0)
 
-    def share(self, block_id: int) -> None:
-        """Adds a reference to a block that ``lookup`` found."""
-        self._cached.pop(block_id, None)
-        self._ref_counts[block_id] += 1
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Adds a reference to blocks that ``lookup`` found."""
+        ref_counts, cached = self._ref_counts, self._cached
+        for block_id in block_ids:
+            if ref_counts[block_id] == 0:
+                del cached[block_id]
+            ref_counts[block_id] += 1
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Makes a full, referenced block findable. The first block with a content wins; False for
-        others."""
-        if block_hash in self._block_of or block_id in self._hash_of:
-            return False
-        self._block_of[block_hash] = block_id
-        self._hash_of[block_id] = block_hash
-        return True
+    def publish(
+        self, block_ids: Iterable[int], block_hashes: Iterable[BlockHash]
+    ) -> list[BlockHash]:
+        """Makes full, referenced blocks findable. The first block with a content wins; returns the
+        contents that are new."""
+        block_of, hash_of = self._block_of, self._hash_of
+        new: list[BlockHash] = []
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if block_hash not in block_of and block_id not in hash_of:
+                block_of[block_hash] = block_id
+                hash_of[block_id] = block_hash
+                new.append(block_hash)
+        return new
 
-    def release(self, block_id: int) -> None:
-        """Drops one reference; the last one makes the block cached or free."""
-        if self._ref_counts[block_id] < 1:
-            raise AssertionError(f"block {block_id} was released more often than taken")
-        self._ref_counts[block_id] -= 1
-        if self._ref_counts[block_id] == 0:
-            if block_id in self._hash_of:
-                self._cached[block_id] = None
-            else:
-                self._free.append(block_id)
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drops one reference of each; the last one makes a block cached or free."""
+        ref_counts, hash_of, cached = self._ref_counts, self._hash_of, self._cached
+        for block_id in block_ids:
+            count = ref_counts[block_id] - 1
+            if count < 0:
+                raise AssertionError(f"block {block_id} was released more often than taken")
+            ref_counts[block_id] = count
+            if count == 0:
+                if block_id in hash_of:
+                    cached[block_id] = None
+                else:
+                    self._free.append(block_id)
 
     def reset_cache(self) -> None:
         """Forgets all shareable content; referenced blocks stay with their requests."""

@@ -1,6 +1,6 @@
 """Maps each request's tokens to KV blocks, and finds prompts whose KV is already there."""
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mini_infer.cache.block_pool import BlockHash, BlockPool
@@ -99,12 +99,7 @@ class KVCacheManager:
         if not self.looks_up(request):
             return NO_MATCH
         hashes = self._hashes(request)[: (len(request.token_ids) - 1) // self.block_size]
-        block_ids: list[int] = []
-        for hash_ in hashes:
-            block_id = self._pool.lookup(hash_)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
+        block_ids = self._pool.lookup(hashes)
         num_growing = 0
         for hash_ in hashes[len(block_ids) :]:
             if hash_ not in self._computing:
@@ -119,8 +114,7 @@ class KVCacheManager:
         """Blocks that ``allocate`` would take from the available ones, revived hits included."""
         have = len(self._tables.get(request.request_id, ())) + len(prefix.block_ids)
         end = max(request.num_computed_tokens, prefix.num_tokens) + num_new_tokens
-        revived = sum(not self._pool.is_referenced(block_id) for block_id in prefix.block_ids)
-        return max(0, self.blocks_for(end) - have) + revived
+        return max(0, self.blocks_for(end) - have) + self._pool.num_unreferenced(prefix.block_ids)
 
     def allocate(
         self, request: Request, num_new_tokens: int, prefix: PrefixMatch = NO_MATCH
@@ -140,8 +134,7 @@ class KVCacheManager:
                 self._computing.setdefault(hash_, request.request_id)
         if prefix.block_ids:
             assert not table, "a prefix can only head an empty block table"
-            for block_id in prefix.block_ids:  # before taking others, or they could be evicted
-                self._pool.share(block_id)
+            self._pool.share(prefix.block_ids)  # before taking others, or they could be evicted
             table.extend(prefix.block_ids)
             self._num_committed[request.request_id] = len(table)
         end = max(request.num_computed_tokens, prefix.num_tokens) + num_new_tokens
@@ -166,22 +159,19 @@ class KVCacheManager:
         if last <= first:
             return
         hashes = self._hashes(request)[first:last]
-        published = tuple(map(self._pool.publish, table[first:last], hashes))
-        for hash_ in hashes:
-            self._end_computing(request, hash_)
+        new = self._pool.publish(table[first:last], hashes)
+        self._end_computing(request, hashes)
         self._num_committed[request.request_id] = last
-        if any(published) and self._events.wants(BlocksCached):
-            new = tuple(itertools.compress(hashes, published))
-            self._events.emit(BlocksCached(self._events.now(), request.request_id, new))
+        if new and self._events.wants(BlocksCached):
+            self._events.emit(BlocksCached(self._events.now(), request.request_id, tuple(new)))
 
     def release(self, request: Request) -> None:
         """Gives back all blocks, tail first, so that a shared head is evicted last."""
         request.kv_capacity = 0
         table = self._tables.pop(request.request_id, [])
-        for hash_ in request.block_hashes[self._num_committed.pop(request.request_id, 0) :]:
-            self._end_computing(request, hash_)
-        for block_id in reversed(table):
-            self._pool.release(block_id)
+        num_committed = self._num_committed.pop(request.request_id, 0)
+        self._end_computing(request, request.block_hashes[num_committed:])
+        self._pool.release(reversed(table))
         if table:
             self._events.emit(BlocksReleased(self._events.now(), request.request_id, len(table)))
 
@@ -194,13 +184,15 @@ class KVCacheManager:
         """free + referenced + cached = total, and every table entry is referenced."""
         self._pool.check_invariants()
         held = [block for table in self._tables.values() for block in table]
-        assert all(self._pool.is_referenced(block) for block in held)
+        assert self._pool.num_unreferenced(held) == 0
         assert len(set(held)) == self._pool.num_referenced
         assert set(self._computing.values()) <= self._tables.keys()
 
-    def _end_computing(self, request: Request, hash_: bytes) -> None:
-        if self._computing.get(hash_) == request.request_id:
-            del self._computing[hash_]
+    def _end_computing(self, request: Request, hashes: Sequence[bytes]) -> None:
+        computing, request_id = self._computing, request.request_id
+        for hash_ in hashes:
+            if computing.get(hash_) == request_id:
+                del computing[hash_]
 
     def _hashes(self, request: Request) -> list[bytes]:
         extend_block_hashes(

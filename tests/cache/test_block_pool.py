@@ -29,40 +29,40 @@ def test_a_published_block_is_found_until_it_is_evicted() -> None:
     evicted: list[tuple[int, bytes]] = []
     pool = BlockPool(2, on_evict=lambda *block: evicted.append(block))
     first, second = pool.allocate(2) or []
-    pool.publish(first, hash_of(1))
-    pool.publish(second, hash_of(2))
-    pool.release(first)
-    pool.release(second)
-    assert pool.lookup(hash_of(1)) == first
+    pool.publish([first], [hash_of(1)])
+    pool.publish([second], [hash_of(2)])
+    pool.release([first])
+    pool.release([second])
+    assert pool.lookup([hash_of(1)]) == [first]
     assert pool.allocate(1) == [first]  # released first, so evicted first
     assert evicted == [(first, hash_of(1))]
-    assert pool.lookup(hash_of(1)) is None
-    assert pool.lookup(hash_of(2)) == second
+    assert pool.lookup([hash_of(1)]) == []
+    assert pool.lookup([hash_of(2)]) == [second]
 
 
 def test_free_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(3)
     cached, plain = pool.allocate(2) or []
-    pool.publish(cached, hash_of(1))
-    pool.release(cached)
-    pool.release(plain)
+    pool.publish([cached], [hash_of(1)])
+    pool.release([cached])
+    pool.release([plain])
     taken = pool.allocate(2) or []
     assert cached not in taken
-    assert pool.lookup(hash_of(1)) == cached
+    assert pool.lookup([hash_of(1)]) == [cached]
 
 
 def test_sharing_revives_a_cached_block_and_counts_references() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1) or []
-    pool.publish(block, hash_of(1))
-    pool.release(block)
-    pool.share(block)
-    pool.share(block)
+    pool.publish([block], [hash_of(1)])
+    pool.release([block])
+    pool.share([block])
+    pool.share([block])
     assert pool.num_available == 0
-    pool.release(block)
-    assert pool.is_referenced(block)
-    pool.release(block)
-    assert not pool.is_referenced(block)
+    pool.release([block])
+    assert pool.num_unreferenced([block]) == 0
+    pool.release([block])
+    assert pool.num_unreferenced([block]) == 1
     pool.check_invariants()
 
 
@@ -70,43 +70,43 @@ def test_a_look_up_changes_nothing() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2) or []
     for number, block in enumerate(blocks):
-        pool.publish(block, hash_of(number))
-        pool.release(block)
+        pool.publish([block], [hash_of(number)])
+        pool.release([block])
     for _ in range(3):
-        pool.lookup(hash_of(0))
+        pool.lookup([hash_of(0)])
     assert pool.allocate(1) == [blocks[0]]  # still the least recently released
 
 
 def test_the_first_block_with_a_content_wins() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2) or []
-    pool.publish(first, hash_of(1))
-    pool.publish(second, hash_of(1))
-    assert pool.lookup(hash_of(1)) == first
-    pool.release(second)
+    pool.publish([first], [hash_of(1)])
+    pool.publish([second], [hash_of(1)])
+    assert pool.lookup([hash_of(1)]) == [first]
+    pool.release([second])
     pool.check_invariants()
 
 
 def test_releasing_too_often_is_caught() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1) or []
-    pool.release(block)
+    pool.release([block])
     with pytest.raises(AssertionError, match="released more often"):
-        pool.release(block)
+        pool.release([block])
 
 
 def test_reset_forgets_content_but_not_references() -> None:
     pool = BlockPool(2)
     held, cached = pool.allocate(2) or []
-    pool.publish(held, hash_of(1))
-    pool.publish(cached, hash_of(2))
-    pool.release(cached)
+    pool.publish([held], [hash_of(1)])
+    pool.publish([cached], [hash_of(2)])
+    pool.release([cached])
     pool.reset_cache()
-    assert pool.lookup(hash_of(1)) is None
-    assert pool.lookup(hash_of(2)) is None
-    assert pool.is_referenced(held)
+    assert pool.lookup([hash_of(1)]) == []
+    assert pool.lookup([hash_of(2)]) == []
+    assert pool.num_unreferenced([held]) == 0
     pool.check_invariants()
-    pool.release(held)
+    pool.release([held])
     assert pool.num_available == 2
 
 
@@ -138,15 +138,15 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.held))
         self.counter += 1
-        self.pool.publish(block, hash_of(self.counter))
+        self.pool.publish([block], [hash_of(self.counter)])
         self.content.setdefault(block, hash_of(self.counter))
 
     @precondition(lambda self: self.content)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.content)))
-        assert self.pool.lookup(self.content[block]) == block
-        self.pool.share(block)
+        assert self.pool.lookup([self.content[block]]) == [block]
+        self.pool.share([block])
         self.held.append(block)
 
     @precondition(lambda self: self.held)
@@ -154,7 +154,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.held))
         self.held.remove(block)
-        self.pool.release(block)
+        self.pool.release([block])
 
     @rule()
     def reset(self) -> None:
