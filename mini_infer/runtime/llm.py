@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from typing import Any, cast
 
@@ -152,7 +153,8 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         wanted = set(order)
         num_tokens = 0
-        with tqdm(total=len(order), desc="Requests", disable=not use_tqdm) as bar:
+        progress = tqdm(total=len(order), desc="Requests") if use_tqdm else nullcontext()
+        with progress as bar:
             while len(outputs) < len(order):
                 for request_id in self._pump() & wanted:
                     inbox = self._inboxes[request_id]
@@ -162,9 +164,10 @@ class LLM:
                         num_tokens += len(delta.token_ids)
                         if delta.output is not None:
                             outputs[request_id] = delta.output
-                            rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
-                            bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
-                            bar.update()
+                            if bar is not None:
+                                rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                                bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
+                                bar.update()
         return outputs
 
     def _open(self, processed: ProcessedRequest) -> deque[RequestDelta]:
