@@ -29,11 +29,13 @@ DTYPE = torch.bfloat16
 BLOCK = 16
 COLD_BYTES = 1 << 30
 """Inputs are rotated until they exceed every cache."""
-QWEN_7B, QWEN_SMALL = (28, 4, 128), (16, 8, 128)
+QWEN_7B, QWEN_SMALL, LLAMA_2_7B = (28, 4, 128), (16, 8, 128), (32, 32, 128)
+"""Query heads, key-value heads, head size."""
 MIXED = [32768, *[500] * 31]
 DECODES = {
     "Qwen2.5-7B": (QWEN_7B, [[256], [4096], [32768], [1024] * 32, [600] * 128, MIXED]),
     "Qwen3-0.6B": (QWEN_SMALL, [[256], [4096], [32768], [1024] * 32, [576] * 128, [900] * 256]),
+    "Llama-2-7B": (LLAMA_2_7B, [[4096], [32768]]),
 }
 HEAD_NORMS = ("Qwen3-0.6B",)
 MOST_CALLS = 200
