@@ -8,8 +8,10 @@ step is launched as it is: which of the two is faster is measured when the graph
 """
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -171,13 +173,14 @@ class ChunkGraphs:
         self, num_rows: int, slots: list[int], starts: list[int], query_lens: list[int]
     ) -> None:
         """Rows beyond ``slots`` are the null slot's, and those beyond ``query_lens`` empty."""
-        packed = np.zeros(3 * num_rows + 1, dtype=np.int64)
-        row_slots, row_starts = packed[: 2 * num_rows].reshape(2, num_rows)
-        row_slots[: len(slots)], row_slots[len(slots) :] = slots, self._state.null_slot
-        row_starts[: len(starts)] = starts
-        ends = packed[2 * num_rows + 1 :]
-        ends[: len(query_lens)] = np.cumsum(query_lens)
-        ends[len(query_lens) :] = sum(query_lens)
+        surplus = num_rows - len(slots)
+        inputs = array("q", slots)
+        inputs.extend([self._state.null_slot] * surplus)
+        inputs.extend(starts)
+        inputs.extend([0] * (surplus + 1))  # the first row begins at 0, too
+        inputs.extend(accumulate(query_lens))
+        inputs.extend([inputs[-1]] * (num_rows - len(query_lens)))
+        packed = np.frombuffer(inputs, dtype=np.int64)
         copy_to_device(packed, self._inputs[: len(packed)])
 
     def _rehearse(self, shape: Shape) -> None:
