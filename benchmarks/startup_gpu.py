@@ -25,7 +25,7 @@ PHASES = {
     "init_cache": "KV cache",
     "capture_graphs": "CUDA graphs",
 }
-"""Method of ModelRunner -> what it is for."""
+"""Method of ModelRunner -> what it is for. Kernels are compiled by no method of it."""
 
 
 def start(model: str, options: dict[str, Any], spawned: float) -> dict[str, Any]:
@@ -49,24 +49,31 @@ def start(model: str, options: dict[str, Any], spawned: float) -> dict[str, Any]
     lap("GPU context")
     from mini_infer import LLM, SamplingParams
     from mini_infer.modeling.model_runner import ModelRunner
+    from mini_infer.runtime import local_executor
 
     lap("import mini_infer")
+    depth = 0
 
-    def watch(name: str, phase: str) -> None:
-        method = getattr(ModelRunner, name)
+    def watch(owner: Any, name: str, phase: str) -> None:
+        call = getattr(owner, name)
 
         def watched(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal depth
+            if depth:  # part of the phase that called it
+                return call(*arguments, **keywords)
             lap("rest")
-            result = method(*arguments, **keywords)
+            depth += 1
+            result = call(*arguments, **keywords)
+            depth -= 1
             torch.cuda.synchronize()
             lap(phase)
             return result
 
-        setattr(ModelRunner, name, watched)
+        setattr(owner, name, watched)
 
+    watch(local_executor, "compile_kernels", "kernels")
     for name, phase in PHASES.items():
-        if hasattr(ModelRunner, name):
-            watch(name, phase)
+        watch(ModelRunner, name, phase)
     llm = LLM(model, **options)
     lap("rest")
     ready = time.time() - spawned
