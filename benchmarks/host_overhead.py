@@ -4,9 +4,13 @@ The engine is the real one, its executor answers at once. At depth 2 all of this
 device as long as it and the launch together take less than the device's step. "whole" is
 ``LLM.generate``, which reads an answer at its end; "streamed" is what a server's engine does.
 
+Nothing hides what comes before a first token's launch, or behind its step: the last rows have both,
+for a prompt of 2,112 tokens, cold and with 2,048 of them cached.
+
     mini-infer bench host_overhead --batches 1 8 128 256
 """
 
+import argparse
 import gc
 import random
 import time
@@ -31,6 +35,8 @@ VOCAB = 256
 STEP_BUDGET = 8192
 MIXED = (100, 1024)
 """Tokens in and out of the mixed workload."""
+FIRST_TOKEN = (2048, 64)
+"""Tokens that two prompts share, and those that each has of its own."""
 Prompts = list[tuple[list[int], SamplingParams]]
 
 
@@ -49,6 +55,8 @@ class InstantExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self.submitted = 0.0
+        """When the last step came."""
         self._decoded = [
             KnownStep(StepOutput(((TOKEN,),) * count)) for count in range(config.max_num_seqs + 1)
         ]
@@ -57,6 +65,7 @@ class InstantExecutor:
         return self._config.max_num_seqs * self._config.max_blocks_per_request
 
     def submit(self, batch: ScheduledBatch) -> KnownStep:
+        self.submitted = time.perf_counter()
         if batch.num_tokens == len(batch.chunks):
             return self._decoded[len(batch.chunks)]
         tokens = tuple((TOKEN,) if chunk.samples else () for chunk in batch.chunks)
@@ -81,8 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=positive, default=128)
     parser.add_argument("--output-tokens", type=positive, default=512)
     parser.add_argument("--mixed", type=int, default=256, help="requests of mixed length; 0: none")
+    parser.add_argument("--first-tokens", type=int, default=100, help="medians over them; 0: none")
     parser.add_argument("--depth", type=positive, default=2)
-    arguments = parse(parser, argv, batches=[1, 8], output_tokens=32, mixed=2)
+    arguments = parse(parser, argv, batches=[1, 8], output_tokens=32, mixed=2, first_tokens=3)
     rng = random.Random(arguments.seed)
     fixed = (arguments.prompt_tokens, arguments.output_tokens)
     workloads = {f"batch {batch}": make_prompts(rng, batch, *fixed) for batch in arguments.batches}
@@ -93,18 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
     report = Report("host_overhead", "microseconds of the host per step, without a model", {})
     for name, prompts in workloads.items():
-        with open_engine(
-            arguments,
-            dry_run=True,
-            max_model_len=max(len(ids) + (params.max_tokens or 0) for ids, params in prompts),
-            max_num_seqs=len(prompts),
-            max_num_batched_tokens=STEP_BUDGET,
-            depth=arguments.depth,
-        ) as llm:
+        longest = max(len(ids) + (params.max_tokens or 0) for ids, params in prompts)
+        with instant_engine(arguments, longest, len(prompts)) as (llm, _):
             config = llm.engine.config
-            llm.engine = LLMEngine(config, InstantExecutor(config), llm.engine.tokenizer)
-            gc.collect()
-            gc.freeze()  # as an engine with a model does when it has started
             for answers, serve in (("whole", generate), ("streamed", stream)):
                 serve(llm, prompts)  # what is made on first use is made here
                 runs = [measure(llm, serve, prompts) for _ in range(arguments.repeats)]
@@ -122,7 +123,61 @@ def main(argv: Sequence[str] | None = None) -> None:
                 output_tokens=arguments.output_tokens,
                 mixed="{}-{} in and out".format(*MIXED),
             ) | {"model": "none: the executor answers at once", "weights": "none"}
+    if arguments.first_tokens:
+        with instant_engine(arguments, sum(FIRST_TOKEN) + 1, 1) as (llm, executor):
+            report.rows += first_token_rows(llm, executor, rng, arguments.first_tokens)
     report.finish(arguments.output)
+
+
+@contextmanager
+def instant_engine(
+    arguments: argparse.Namespace, max_model_len: int, max_num_seqs: int
+) -> Iterator[tuple[LLM, InstantExecutor]]:
+    """An engine whose steps take no time, and what they run on."""
+    with open_engine(
+        arguments,
+        dry_run=True,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=STEP_BUDGET,
+        depth=arguments.depth,
+    ) as llm:
+        executor = InstantExecutor(llm.engine.config)
+        llm.engine = LLMEngine(llm.engine.config, executor, llm.engine.tokenizer)
+        gc.collect()
+        gc.freeze()  # as an engine with a model does when it has started
+        yield llm, executor
+
+
+def first_token_rows(
+    llm: LLM, executor: InstantExecutor, rng: random.Random, repeats: int
+) -> list[dict[str, Value]]:
+    """Prompts one at a time: the first of a pair is new, the second has its head cached."""
+    shared, own = FIRST_TOKEN
+    before: dict[str, list[float]] = {"cold": [], "cached": []}
+    behind: dict[str, list[float]] = {"cold": [], "cached": []}
+    for _ in range(repeats):
+        llm.engine.reset_prefix_cache()
+        head = random_prompt(rng, VOCAB, shared)
+        for name in before:
+            prompts = make_prompts(rng, 1, own, 1)
+            prompts[0][0][:0] = head
+            started = time.perf_counter()
+            generate(llm, prompts)
+            ended = time.perf_counter()
+            before[name].append(1e6 * (executor.submitted - started))
+            behind[name].append(1e6 * (ended - executor.submitted))
+    return [
+        {
+            "workload": f"first token, {name}",
+            "answers": "whole",
+            "steps": repeats,
+            "step us": median([sum(pair) for pair in zip(before[name], behind[name], strict=True)]),
+            "before its launch us": median(before[name]),
+            "behind it us": median(behind[name]),
+        }
+        for name in before
+    ]
 
 
 def make_prompts(rng: random.Random, count: int, prompt_tokens: int, output_tokens: int) -> Prompts:
