@@ -152,6 +152,7 @@ class LLMEngine:
         return processed.deltas
 
     def _drop(self, request_id: str) -> list[RequestDelta]:
-        for child_id in self._output_processor.unfinished_choices(request_id):
+        choices = self._output_processor.unfinished_choices(request_id)
+        for child_id in choices:
             self.core.finish(child_id, "abort")
-        return self._output_processor.abort(request_id)
+        return self._output_processor.abort(request_id) if choices else []
