@@ -6,11 +6,12 @@ Asks prompts one at a time, each of every engine in turn, and compares the answe
 """
 
 import argparse
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from harness import Bar, Report, Value, describe, make_parser, parse, positive, run
+from same_answers import Sameness, rounds_alike
 from speculation import (
     PLAIN,
     Conversation,
@@ -57,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     names = [PLAIN, *speculations]
     tallies: Tallies = defaultdict(Tally)
-    same: Counter[str] = Counter()
-    num_answers = 0
+    same = {method: Sameness() for method in arguments.methods}
+    is_exact = False
     report = Report("speculative", "drafts of real answers, batch 1", {})
     rounds = [
         (temperature, conversation)
@@ -94,16 +95,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                     temperature=temperature, max_tokens=arguments.max_tokens, seed=turn
                 )
                 for answers in _talk(engines, rotated(names, turn), conversation, params):
-                    num_answers += 1
+                    plain, _ = answers[PLAIN]
                     for name, (output, seconds) in answers.items():
                         tallies[name, row].add(output, seconds)
-                        same[name] += _ids(output) == _ids(answers[PLAIN][0])
+                        if name in same:
+                            prompt = plain.prompt_token_ids
+                            same[name].add(prompt, _ids(plain), _ids(output), temperature == 0)
+            is_exact = rounds_alike(engines[PLAIN].engine.config)
+            for sameness in same.values():
+                sameness.look(engines[PLAIN])
     rows = dict.fromkeys(_row(arguments, *item) for item in rounds)
     _fill(report, arguments, names, rows, tallies)
-    for method in arguments.methods:
-        report.bars.append(
-            Bar(f"{method}: answers identical to plain %", 100 * same[method] / num_answers, 100)
-        )
+    for method, sameness in same.items():
+        sameness.report(method, report, has_bar=is_exact)
     report.finish(arguments.output)
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import same_answers
 import speculation
 import speculative
 import speculative_batches
 import speculative_forced
 import torch
+from harness import Report
 from speculation import Tally, read_conversations
 
 from mini_infer import LLM, SamplingParams
@@ -63,6 +65,42 @@ def test_kinds_of_prompts(run: Run, model_folder: Path, prompts: Path) -> None:
         assert bars[f"{method}: answers identical to plain %"] == 100
         assert all(row[f"{method}: speed-up"] > 0 for row in result["rows"])
     assert result["setup"]["lengths"]["prompts"] == "2, of a file"  # one of each kind
+
+
+def test_where_rows_round_differently_identical_answers_have_no_bar(
+    run: Run, model_folder: Path, prompts: Path
+) -> None:
+    options = ["--model", model_folder, "--prompts", prompts, "--max-model-len", 256]
+    result = run(speculative, *options, "--dtype", "bfloat16")
+    assert not any("identical" in bar["name"] for bar in result["bars"])
+    assert any(note.startswith("ngram: answers identical") for note in result["notes"])
+
+
+def test_a_first_difference_is_a_near_tie_where_both_tokens_are_as_likely(
+    model_folder: Path,
+) -> None:
+    sameness = same_answers.Sameness()
+    with LLM(str(model_folder), dtype="float32", device="cpu") as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, ignore_eos=True)
+        [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        first, second = logprobs[0]
+        gap = logprobs[0][first].logprob - logprobs[0][second].logprob
+        unlikely = next(token for token in range(3, 99) if token not in logprobs[0])
+        for other in ([first], [second, 9], [unlikely, 9], [first, 8]):
+            sameness.add([1, 2, 3], [first], other, greedy=True)
+        sameness.add([1, 2, 3], [first], [second], greedy=False)
+        sameness.look(llm)
+    assert (sameness.num_answers, sameness.num_same) == (5, 1)
+    assert sameness.num_looked_at == 3
+    assert sameness.num_near_ties >= (gap <= same_answers.NEAR_TIE)
+    report = Report("speculative", "", {})
+    sameness.report("ngram", report, has_bar=False)
+    assert not report.bars
+    assert "identical to plain: 20.0 %" in report.notes[0]
+    sameness.report("ngram", report, has_bar=True)
+    assert report.bars[0].value == 20
 
 
 def test_batches_and_their_plot(
