@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from mini_infer.core.errors import UnsupportedModelError
 from mini_infer.kernels.reference import apply_rotary, rms_norm
@@ -117,26 +117,29 @@ def _heads(
 def _attend(
     q: Tensor, context: KeysValues, own: Sequence[KeysValues], attention: GroupedQueryAttention
 ) -> Tensor:
-    """One softmax over the scores of context and own keys."""
+    """One softmax over the scores of context and own keys.
+
+    Own keys stand behind the context's as if they were further tokens, of which a start sees those
+    at its own place: more arithmetic than there is to do, and no scores in memory.
+    """
     num_starts, ahead = q.shape[2], len(own) - 1
-    keys, values = (plane[:, :, :num_starts] for plane in context)
-    scale, window = attention.attention.scale, attention.attention.sliding_window
-    q = q * scale
+    window = attention.attention.sliding_window
     place = torch.arange(num_starts, device=q.device)
     back = place[:, None] - place
-    unseen = back < 0
+    seen, itself = back >= 0, back == 0
     if window is not None:  # a query at p + ahead, with p = place + 1
-        unseen = unseen | (back + ahead + 1 >= window)
-    scores = [(q @ keys.transpose(2, 3)).float().masked_fill(unseen, float("-inf"))]
-    for step, (k, _) in enumerate(own):
-        score = (q * k[:, :, :num_starts]).sum(-1, keepdim=True).float()
-        outside = window is not None and ahead - step >= window
-        scores.append(torch.full_like(score, float("-inf")) if outside else score)
-    weights = torch.cat(scores, dim=-1).softmax(-1).to(q.dtype)
-    out = weights[..., :num_starts] @ values
-    for step, (_, v) in enumerate(own):
-        out = out + weights[..., num_starts + step, None] * v[:, :, :num_starts]
-    return out
+        seen = seen & (back + ahead + 1 < window)
+    parts = [context, *own]
+    masks = [seen]
+    for step in range(len(own)):
+        inside = window is None or ahead - step < window
+        masks.append(itself if inside else torch.zeros_like(itself))
+    keys, values = (
+        torch.cat([planes[side][:, :, :num_starts] for planes in parts], dim=2) for side in (0, 1)
+    )
+    return scaled_dot_product_attention(
+        q, keys, values, attn_mask=torch.cat(masks, dim=1), scale=attention.attention.scale
+    )
 
 
 def _per_query_head(plane: Tensor, group: int) -> Tensor:
