@@ -118,8 +118,8 @@ class EngineConfig:
     )
     custom_all_reduce: bool = option(
         True,
-        "Add up few rows of tensor-parallel ranks in one kernel, through memory that their GPUs "
-        "share, if they do; NCCL adds up the others.",
+        "Add up what tensor-parallel ranks have in one kernel, through memory that their GPUs "
+        "share, if they do: all rows of two ranks, few of more. NCCL adds up the others.",
         kind=bool,
     )
     distributed_executor_backend: ExecutorBackend = option(

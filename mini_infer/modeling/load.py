@@ -43,7 +43,7 @@ def load_model(
     source = open_source(config, files, dtype)
     target = dtype, config.device, config.max_model_len + config.max_drafts_ahead
     if group.size > 1 and config.custom_all_reduce and ops.gpu_kernels() is not None:
-        group.open_mailboxes(config.model_config.hidden_size, dtype)
+        group.open_mailboxes(config.model_config.hidden_size, dtype, config.max_step_tokens)
     if group.size > 1 or stage is not None:
         model = build_shard(shard, group, source, *target, stage)
     else:

@@ -37,10 +37,11 @@ class TensorParallelGroup:
     rank = 0
     size = 1
     mailboxes: Mailboxes | None = None
-    """Through which ranks add up few rows in one kernel; see ``open_mailboxes``."""
+    """Through which ranks add up rows in one kernel; see ``open_mailboxes``."""
 
-    def open_mailboxes(self, size: int, dtype: torch.dtype) -> None:
-        """Makes ``mailboxes`` for rows of ``size``, where GPUs reach each other's memory.
+    def open_mailboxes(self, size: int, dtype: torch.dtype, step_rows: int) -> None:
+        """Makes ``mailboxes`` for rows of ``size``, of steps of up to ``step_rows`` of them, where
+        GPUs reach each other's memory.
 
         All ranks call it alike.
         """
@@ -81,10 +82,12 @@ class DistributedGroup(TensorParallelGroup):
         self.rank, self.size, self._device = rank, size, device
         self._processes = processes
 
-    def open_mailboxes(self, size: int, dtype: torch.dtype) -> None:
+    def open_mailboxes(self, size: int, dtype: torch.dtype, step_rows: int) -> None:
         if self._device.type == "cuda":
             with collective():
-                self.mailboxes = open_mailboxes(size, dtype, self._device, self._processes)
+                self.mailboxes = open_mailboxes(
+                    size, dtype, step_rows, self._device, self._processes
+                )
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         with collective():

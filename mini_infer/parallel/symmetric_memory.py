@@ -1,4 +1,4 @@
-"""Memory of a GPU that the other GPUs of a host write into: mailboxes for sums of few rows."""
+"""Memory of a GPU that the other GPUs of a host write into: mailboxes for sums over ranks."""
 
 import logging
 import os
@@ -15,27 +15,29 @@ logger = logging.getLogger(__name__)
 MAX_RANKS = 8
 """A part is sent as often as there are others: with more of them, rings send less."""
 MAX_SENT_BYTES = 4 * 2**20
-"""What a rank sends at most. Of two H200s it is faster than NCCL's sum up to there at least."""
+"""What one of several ranks sends at most. Of two H200s it is faster than NCCL's sum up to there at
+least."""
+MAX_SENT_BYTES_OF_TWO = 128 * 2**20
+"""What one of two ranks sends at most: no ring sends less, so it is memory that ends it."""
 VECTOR_BYTES = 16
 """Rows are whole numbers of what a thread sends at once."""
-MAX_ROWS = 512
-"""A row is a program, and about so many run at the same time."""
+NUM_TURNS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Mailboxes:
     """Of each of N ranks the memory that the others leave their parts of a sum in.
 
-    A rank's own is ``[2, max_rows, N, size]``, by turn, row and sender, and full of ``0xFF`` bytes,
-    but for what is on its way. Two turns are enough: who writes the third part has read the second
-    of everybody, and that was sent after the first was taken out.
+    A rank's own is ``[2, max_rows, N - 1, size]``, by turn, row and sender, and full of ``0xFF``
+    bytes, but for what is on its way. Two turns are enough: who writes the third part has read the
+    second of everybody, and that was sent after the first was taken out.
     """
 
     rank: int
     addresses: Tensor
     """``[N]`` int64: where each rank's are, as seen from this rank's GPU."""
     turns: Tensor
-    """``[max_rows]`` int32, of this rank: which turn each row's program has next."""
+    """``[2, max_rows]`` int32, of this rank: which turn each row is sent in next, and taken."""
     size: int
     dtype: torch.dtype
     memory: Any
@@ -45,32 +47,49 @@ class Mailboxes:
         """Is ``part [T, size]`` small enough to be sent to everybody at once?"""
         num_rows, size = part.shape
         return (
-            0 < num_rows <= len(self.turns)
+            0 < num_rows <= self.turns.shape[1]
             and size == self.size
             and part.dtype == self.dtype
             and part.is_contiguous()
         )
 
 
-def most_rows(num_ranks: int, row_bytes: int) -> int:
-    """Rows that a sum over ``num_ranks`` may have to be worth mailboxes; 0 for none."""
-    if not 1 < num_ranks <= MAX_RANKS:
+def most_rows(num_ranks: int, row_bytes: int, step_rows: int) -> int:
+    """Rows that a sum over ``num_ranks`` may have to be worth mailboxes, of steps of up to
+    ``step_rows``; 0 for none.
+
+    A part is sent to ``num_ranks - 1`` others, where a ring sends ``2 - 2 / num_ranks`` times a
+    part: as much for two ranks, and less for more of them.
+    """
+    if not 1 < num_ranks <= MAX_RANKS or row_bytes % VECTOR_BYTES:
         return 0
-    return min(MAX_ROWS, MAX_SENT_BYTES // ((num_ranks - 1) * row_bytes))
+    limit = MAX_SENT_BYTES_OF_TWO if num_ranks == 2 else MAX_SENT_BYTES
+    return min(step_rows, limit // ((num_ranks - 1) * row_bytes))
+
+
+def mailbox_bytes(num_ranks: int, row_bytes: int, step_rows: int) -> int:
+    """What ``open_mailboxes`` takes of each rank's GPU."""
+    max_rows = most_rows(num_ranks, row_bytes, step_rows)
+    return NUM_TURNS * max_rows * (num_ranks - 1) * row_bytes
 
 
 def open_mailboxes(
-    size: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None = None
+    size: int,
+    dtype: torch.dtype,
+    step_rows: int,
+    device: torch.device,
+    group: ProcessGroup | None = None,
 ) -> Mailboxes | None:
-    """Mailboxes for rows of ``size`` values; None where GPUs don't reach each other's memory.
+    """Mailboxes for rows of ``size`` values, of steps of up to ``step_rows`` of them; None where
+    GPUs don't reach each other's memory.
 
     A collective of ``group``, by default of all processes, which have a GPU each: all of them get
     some, or none.
     """
     group = group or dist.group.WORLD
     assert group is not None
-    max_rows = most_rows(group.size(), size * dtype.itemsize)
-    if max_rows == 0 or size * dtype.itemsize % VECTOR_BYTES:
+    max_rows = most_rows(group.size(), size * dtype.itemsize, step_rows)
+    if max_rows == 0:
         return None
     mailboxes, reason = None, "another rank could not map it"
     try:
@@ -81,7 +100,7 @@ def open_mailboxes(
     dist.all_reduce(open_everywhere, op=dist.ReduceOp.MIN, group=group)
     if open_everywhere:
         return mailboxes
-    logger.warning("GPUs share no memory, so that NCCL adds up small sums, too: %s", reason)
+    logger.warning("GPUs share no memory, so that NCCL adds up what ranks have: %s", reason)
     return None
 
 
@@ -94,7 +113,7 @@ def _mapped(
 
     if symmetric.get_backend(device) != "CUDA":
         symmetric.set_backend("CUDA")
-    own = symmetric.empty(2, max_rows, group.size(), size, dtype=dtype, device=device)
+    own = symmetric.empty(NUM_TURNS, max_rows, group.size() - 1, size, dtype=dtype, device=device)
     own.view(torch.uint8).fill_(0xFF)
     torch.cuda.synchronize(device)  # before anybody can write there
     handle = symmetric.rendezvous(own, group)
@@ -103,7 +122,7 @@ def _mapped(
     return Mailboxes(
         group.rank(),
         torch.tensor(addresses, dtype=torch.int64, device=device),
-        torch.zeros(max_rows, dtype=torch.int32, device=device),
+        torch.zeros(2, max_rows, dtype=torch.int32, device=device),
         size,
         dtype,
         (own, handle),

@@ -21,6 +21,7 @@ from mini_infer.modeling.memory_profile import SLACK
 from mini_infer.modeling.sharding import Shard, check_divides
 from mini_infer.modeling.weight_memory import GIB, HALF_DTYPES, weight_bytes
 from mini_infer.modeling.weights import share_out_layers
+from mini_infer.parallel.symmetric_memory import mailbox_bytes
 
 GRAPH_BYTES = 2**30
 """Of all CUDA graphs of an engine, about; see ``docs/doctor.md``."""
@@ -52,8 +53,8 @@ class MemoryPlan:
     rank_block_bytes: tuple[int, ...]
     """Of a KV block's part on each rank: those of the layers of its stage."""
     step_bytes: int
-    """On one rank, estimated: the largest steps, CUDA graphs, and NCCL where there are several
-    ranks. Nought on a CPU, which sets nothing aside for them."""
+    """On one rank, estimated: the largest steps, CUDA graphs, and what several ranks add up
+    through. Nought on a CPU, which sets nothing aside for them."""
     num_blocks: int
     problem: str | None
     """Why the engine would not start; None where it would."""
@@ -258,7 +259,11 @@ def _step_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     tables = (config.max_num_seqs + 1) * config.max_model_len * torch.int32.itemsize
     graphs = 0 if config.enforce_eager else GRAPH_BYTES
     communicator = COMMUNICATOR_BYTES if config.num_ranks > 1 else 0
-    return max(layers, logits) + tables + graphs + communicator
+    mailboxes = 0
+    if config.custom_all_reduce:
+        row_bytes = model.hidden_size * dtype.itemsize
+        mailboxes = mailbox_bytes(config.tensor_parallel_size, row_bytes, config.max_step_tokens)
+    return max(layers, logits) + tables + graphs + communicator + mailboxes
 
 
 def _place(config: EngineConfig) -> str:

@@ -30,19 +30,21 @@ import random, sys, time
 sys.path[:0] = {path!r}
 import torch
 from mini_infer.kernels.reference import rms_norm
-from mini_infer.kernels.triton.one_shot_all_reduce import sum_over_ranks
+from mini_infer.kernels.triton import one_shot_all_reduce as one_shot
 
+one_shot.FEW_ROWS, one_shot.AHEAD = 2, 1
 rank, num_ranks, max_rows, size = int(sys.argv[1]), {num_ranks}, {max_rows}, {size}
-shape = num_ranks, 2, max_rows, num_ranks, size
+shape = num_ranks, 2, max_rows, num_ranks - 1, size
 boxes = torch.from_file(sys.argv[2], True, torch.Size(shape).numel(), dtype=torch.int32)
 boxes = boxes.view(shape)
-places = torch.tensor([own.data_ptr() for own in boxes]), torch.zeros(max_rows, dtype=torch.int32)
+turns = torch.zeros(2, max_rows, dtype=torch.int32)
+places = torch.tensor([own.data_ptr() for own in boxes]), turns
 weight, haste, sizes = torch.ones(size), random.Random(rank), random.Random(0)
 for call in range({num_calls}):
     torch.manual_seed(call)
     parts = torch.randn(num_ranks, sizes.randint(1, max_rows), size)
     time.sleep(haste.choice([0, 0, 0.01]))
-    total, normed = sum_over_ranks(parts[rank], None, (weight, 1e-6), *places, rank, 2**20)
+    total, normed = one_shot.sum_over_ranks(parts[rank], None, (weight, 1e-6), *places, rank, 2**20)
     assert torch.allclose(total, parts.sum(0), atol=1e-5), call
     assert torch.allclose(normed, rms_norm(total, weight, 1e-6), atol=1e-5), call
 assert (boxes[rank] == -1).all()
@@ -53,11 +55,16 @@ class Ranks:
     """Each with the mailboxes of ``parallel.symmetric_memory``, and its own turns."""
 
     def __init__(self, num_ranks: int, size: int, dtype: torch.dtype) -> None:
-        shape = num_ranks, 2, MAX_ROWS, num_ranks, size
+        shape = num_ranks, 2, MAX_ROWS, num_ranks - 1, size
         self.boxes = torch.full(shape, -1, dtype=WORDS[dtype], device=DEVICE)
         self.addresses = torch.tensor([boxes.data_ptr() for boxes in self.boxes], device=DEVICE)
-        self.turns = torch.zeros(num_ranks, MAX_ROWS, dtype=torch.int32, device=DEVICE)
+        self.turns = torch.zeros(num_ranks, 2, MAX_ROWS, dtype=torch.int32, device=DEVICE)
         self.turn = [0] * MAX_ROWS
+
+    def box(self, owner: int, sender: int, row: int, boxes: Tensor | None = None) -> Tensor:
+        """``[size]``: what ``owner`` has of ``sender``. No rank sends itself anything."""
+        boxes = self.boxes if boxes is None else boxes
+        return boxes[owner, self.turn[row], row, sender - (sender > owner)]
 
     def run(
         self,
@@ -71,7 +78,7 @@ class Ranks:
         num_ranks, num_rows = parts.shape[:2]
         for other in set(range(num_ranks)) - {rank}:
             for row in range(num_rows):
-                self.boxes[rank, self.turn[row], row, other] = words[other, row]
+                self.box(rank, other, row).copy_(words[other, row])
         places = self.addresses, self.turns[rank], rank, POLLS
         return one_shot.sum_over_ranks(parts[rank].clone(), residual, norm, *places)  # type: ignore[no-any-return]
 
@@ -82,14 +89,14 @@ class Ranks:
         expected = torch.full_like(self.boxes, -1)
         for other in set(range(num_ranks)) - {rank}:
             for row in range(num_rows):
-                expected[other, self.turn[row], row, rank] = words[rank, row]
+                self.box(other, rank, row, expected).copy_(words[rank, row])
         assert torch.equal(self.boxes, expected)
         self.boxes.fill_(-1)  # as if the others had taken it out
 
     def end_turn(self, num_rows: int) -> None:
         for row in range(num_rows):
             self.turn[row] = 1 - self.turn[row]
-        assert self.turns.tolist() == [self.turn] * len(self.turns)
+        assert self.turns.tolist() == [[self.turn] * 2] * len(self.turns)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -104,8 +111,14 @@ def assert_near(out: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 96), (3, 64), (4, 136)])
-def test_turns_of_all_ranks(num_ranks: int, size: int, dtype: torch.dtype) -> None:
-    """Rows come and go, so that their turns differ; with and without residual and norm."""
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_turns_of_all_ranks(
+    num_ranks: int, size: int, dtype: torch.dtype, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come and go, so that their turns differ; with and without residual and norm. More than
+    two are sent ahead, now further than there are rows, now not."""
+    monkeypatch.setattr(one_shot, "FEW_ROWS", 2)
+    monkeypatch.setattr(one_shot, "AHEAD", ahead)
     ranks = Ranks(num_ranks, size, dtype)
     weight = random(size, dtype=dtype, seed=99)
     for call, num_rows in enumerate([1, 3, 2, 4, 4]):
@@ -137,20 +150,34 @@ def test_a_part_that_looks_like_an_empty_mailbox(dtype: torch.dtype) -> None:
     parts = random(2, 1, 16, dtype=dtype)
     parts.view(WORDS[dtype])[0, 0, 3] = -1
     out, _ = ranks.run(0, parts)
-    sent = ranks.boxes[1, 0, 0, 0].view(dtype)
+    sent = ranks.box(1, 0, 0).view(dtype)
     assert sent.isnan().nonzero().tolist() == out[0].isnan().nonzero().tolist() == [[3]]
-    assert not (ranks.boxes[1, 0, 0, 0] == -1).any()
+    assert not (ranks.box(1, 0, 0) == -1).any()
 
 
-def test_warps_send_one_vector_a_thread() -> None:
-    assert [one_shot.num_warps(2 * size) for size in (64, 1024, 4096, 8192)] == [1, 4, 16, 16]
+def test_few_rows_are_quick_to_begin_and_many_are_sent_ahead() -> None:
+    few, many = one_shot.FEW_ROWS, one_shot.FEW_ROWS + 1
+    sizes = 64, 1024, 4096, 8192
+    assert [one_shot.launch_shape(few, 2 * size) for size in sizes] == [
+        (0, 1),
+        (0, 4),
+        (0, 16),
+        (0, 16),
+    ]
+    ahead = one_shot.AHEAD
+    assert [one_shot.launch_shape(many, 2 * size) for size in sizes] == [
+        (ahead, 1),
+        (ahead, 2),
+        (ahead, 8),
+        (ahead, 16),
+    ]
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu has this between GPUs")
 def test_processes_that_wait_for_each_other(tmp_path: Path) -> None:
     file = tmp_path / "mailboxes"
-    file.write_bytes(b"\xff" * (NUM_PROCESSES * 2 * MAX_ROWS * NUM_PROCESSES * SIZE * 4))
+    file.write_bytes(b"\xff" * (NUM_PROCESSES * 2 * MAX_ROWS * (NUM_PROCESSES - 1) * SIZE * 4))
     program = PROCESS.format(
         path=sys.path,
         num_ranks=NUM_PROCESSES,

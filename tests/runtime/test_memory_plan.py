@@ -111,6 +111,20 @@ def test_ranks_share_weights_and_kv_heads() -> None:
     assert two.num_tokens > 2 * one.num_tokens
 
 
+def test_two_ranks_have_mailboxes_of_a_step() -> None:
+    config = gpu_config(tensor_parallel_size=2)
+    plans = [
+        plan_memory(replace(config, custom_all_reduce=on), cards(141, 2)) for on in (True, False)
+    ]
+    mailboxes = 2 * config.max_step_tokens * SEVEN_BILLION.hidden_size * 2
+    assert plans[0].step_bytes - plans[1].step_bytes == mailboxes == 117_440_512
+    assert (
+        0
+        < plans[1].num_blocks - plans[0].num_blocks
+        <= mailboxes // min(plans[0].rank_block_bytes) + 1
+    )
+
+
 def test_stages_share_layers_and_their_kv() -> None:
     one = plan_memory(gpu_config(), cards(141))
     two = plan_memory(gpu_config(pipeline_parallel_size=2), cards(141, 2))

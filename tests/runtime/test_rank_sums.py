@@ -20,6 +20,7 @@ from tests.runtime.rank_threads import ThreadGroup, sharded_engine
 from tests.runtime.tiny_model import tiny_engine
 
 FEW_ROWS = 3
+STEP_ROWS = 8
 PROMPTS = [[5, 6, 7, 8, 9], [7, 8], [9] * 7]
 EARLY_EXIT = SpeculativeConfig(
     method="early_exit", num_speculative_tokens=2, num_layers=1, on_device=True
@@ -64,8 +65,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             assert torch.equal(result[0], reference.rms_norm(x, norm.weight, norm.eps))
         return result
 
-    def open_mailboxes(group: ThreadGroup, size: int, dtype: torch.dtype) -> None:
-        assert (size, dtype) == (TINY_MODEL.hidden_size, torch.float32)
+    def open_mailboxes(group: ThreadGroup, size: int, dtype: torch.dtype, step_rows: int) -> None:
+        assert (size, dtype, step_rows) == (TINY_MODEL.hidden_size, torch.float32, STEP_ROWS)
         group.mailboxes = Boxes(group)  # type: ignore[assignment]
 
     monkeypatch.setattr(layers, "has_blocked_products", lambda: False)  # as on a GPU
@@ -88,7 +89,10 @@ def test_tokens_are_those_of_one_process(
     options: dict[str, Any] = {"model_config": replace(TINY_MODEL, architecture=architecture)}
     expected = tokens(tiny_engine(**options))
     engine = sharded_engine(
-        tensor_parallel_size=2, speculative_config=speculation, max_num_batched_tokens=8, **options
+        tensor_parallel_size=2,
+        speculative_config=speculation,
+        max_num_batched_tokens=STEP_ROWS,
+        **options,
     )
     assert tokens(engine) == expected
     engine.core.executor.assert_same_logits()  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Sums over the ranks of a tensor-parallel model, of a few rows, with what follows them: the
-residual stream and its norm.
+"""Sums over the ranks of a tensor-parallel model, with what follows them: the residual stream and
+its norm.
 
 One kernel, one crossing of the link. A rank writes its part straight into every other rank's
 memory, and whoever waits for it watches the values themselves: a mailbox is full of a pattern that
@@ -17,6 +17,12 @@ from mini_infer.kernels.triton.launch import power_of_two, starts_early
 
 MAX_WARPS = 16
 VECTOR_BYTES = 16
+FEW_ROWS = 512
+"""About so many programs run at the same time."""
+AHEAD = 264
+"""Of many rows: what a row's way takes, in programs that start meanwhile."""
+MANY_BYTES = 32
+"""Of many rows: what a thread has of one."""
 MAX_POLLS = 2**26
 """A minute or so. Whoever watches the ranks has ended them long before."""
 
@@ -42,7 +48,39 @@ def receive(boxes, awaited, empty, max_polls):
     return bits
 
 
-@triton.jit(do_not_specialize=["rank", "num_ranks", "max_rows", "eps", "max_polls"])
+@triton.jit
+def send(
+    part_ptr,
+    addresses,
+    turns_ptr,
+    row,
+    rank,
+    num_ranks,
+    max_rows,
+    peer,
+    column,
+    others,
+    word: tl.constexpr,
+    empty: tl.constexpr,
+    other_nan: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Writes this rank's part of ``row`` into the mailboxes of the ``others``; returns it."""
+    turn = tl.load(turns_ptr + row)
+    here = row.to(tl.int64) * size + column
+    part = tl.load(part_ptr + here, mask=column < size, other=0.0)
+    bits = part.to(word, bitcast=True)
+    sent = tl.where(bits == empty, tl.full([], other_nan, word), bits)
+    box = (turn * max_rows + row).to(tl.int64) * (num_ranks - 1) + rank - (rank > peer)
+    theirs = tl.multiple_of(addresses.to(tl.pointer_type(word)), 16)
+    target = theirs[:, None] + (box * size)[:, None] + column[None, :]
+    tl.store(target, tl.broadcast_to(sent[None, :], target.shape), mask=others)
+    tl.debug_barrier()  # every thread has read the turn
+    tl.store(turns_ptr + row, 1 - turn)
+    return part
+
+
+@triton.jit(do_not_specialize=["rank", "num_ranks", "num_rows", "max_rows", "eps", "max_polls"])
 def one_shot_kernel(
     part_ptr,
     residual_ptr,
@@ -53,77 +91,121 @@ def one_shot_kernel(
     turns_ptr,
     rank,
     num_ranks,
+    num_rows,
     max_rows,
     eps,
     max_polls,
     size: tl.constexpr,
     padded_size: tl.constexpr,
-    padded_ranks: tl.constexpr,
+    padded_peers: tl.constexpr,
+    ahead: tl.constexpr,
     adds: tl.constexpr,
     has_norm: tl.constexpr,
     early: tl.constexpr,
 ):
-    """A row: its sum over the ranks, with the residual, and the norm of that. Grid: (rows,).
+    """A row: its sum over the ranks, with the residual, and the norm of that.
 
-    ``mailboxes [num_ranks]`` holds addresses, one for each rank, of ``[2, max_rows, num_ranks,
-    size]``: by turn, row and sender. A program owns the mailboxes of its row, and counts its turns.
+    Grid: (rows + ahead,). A program sends the row of its number, then waits for what the others
+    send of the row that was sent ``ahead`` programs before, and ends that.
+
+    More programs than run at a time wait for nothing that can't come: a GPU starts them in order.
+    Of all rows that a rank is not done with, take the first, and of that rank the program that has
+    to end it. All programs before it have ended, so it has started, or starts next. What it waits
+    for was sent by programs of no higher number, of which the same is true: they have ended, or
+    this is the row that they end, too, and they send before they wait.
+
+    ``mailboxes [num_ranks]`` holds addresses, one for each rank, of ``[2, max_rows, num_ranks - 1,
+    size]``: by turn, row and sender. ``turns [2, max_rows]`` are those of rows sent and of rows
+    taken: of each number, one program reads and changes it.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    dtype = part_ptr.dtype.element_ty
-    if dtype.primitive_bitwidth == 32:
-        word = tl.int32
-        empty = -1  # a NaN that no arithmetic makes
-        other_nan = 0x7FFFFFFF
-    else:
-        word = tl.int16
-        empty = -1
-        other_nan = 0x7FFF
+    dtype: tl.constexpr = part_ptr.dtype.element_ty
+    word: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    empty: tl.constexpr = -1  # a NaN that no arithmetic makes
+    other_nan: tl.constexpr = 0x7FFFFFFF if dtype.primitive_bitwidth == 32 else 0x7FFF
     column = tl.arange(0, padded_size)
     inside = column < size
-    peer = tl.arange(0, padded_ranks)
+    peer = 1 - rank + tl.arange(0, 1) if padded_peers == 1 else tl.arange(0, padded_peers)
     is_other = (peer < num_ranks) & (peer != rank)
-    address = tl.load(mailboxes_ptr + peer, mask=peer < num_ranks, other=0)
+    others = is_other[:, None] & inside[None, :]
+    addresses = tl.load(mailboxes_ptr + peer, mask=is_other, other=0)
     own_address = tl.load(mailboxes_ptr + rank)
     if has_norm:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if early:
         tl.extra.cuda.gdc_wait()
-    turn = tl.load(turns_ptr + row)
-    here = row.to(tl.int64) * size + column
-    part = tl.load(part_ptr + here, mask=inside, other=0.0)
+
+    if ahead == 0:
+        part = send(
+            part_ptr,
+            addresses,
+            turns_ptr,
+            row,
+            rank,
+            num_ranks,
+            max_rows,
+            peer,
+            column,
+            others,
+            word,
+            empty,
+            other_nan,
+            size,
+        )
+        here = row.to(tl.int64) * size + column
+    else:
+        if row < num_rows:
+            send(
+                part_ptr,
+                addresses,
+                turns_ptr,
+                row,
+                rank,
+                num_ranks,
+                max_rows,
+                peer,
+                column,
+                others,
+                word,
+                empty,
+                other_nan,
+                size,
+            )
+        row -= ahead
+        if row < 0:
+            return
+        here = row.to(tl.int64) * size + column
+        part = tl.load(part_ptr + here, mask=inside, other=0.0)
     if adds:
-        residual = tl.load(residual_ptr + here, mask=inside, other=0.0).to(tl.float32)
-    row_boxes = (turn * max_rows + row).to(tl.int64) * num_ranks * size
-    others = is_other[:, None] & inside[None, :]
+        residual = tl.load(residual_ptr + here, mask=inside, other=0.0)
 
-    bits = part.to(word, bitcast=True)
-    sent = tl.where(bits == empty, tl.full([], other_nan, word), bits)
-    theirs = tl.multiple_of(address.to(tl.pointer_type(word)), 16)
-    target = theirs[:, None] + (row_boxes + rank * size + column)[None, :]
-    tl.store(target, tl.broadcast_to(sent[None, :], [padded_ranks, padded_size]), mask=others)
-
+    turn = tl.load(turns_ptr + max_rows + row)
+    box = (turn * max_rows + row).to(tl.int64) * (num_ranks - 1) + peer - (peer > rank)
     ours = tl.multiple_of(own_address.to(tl.pointer_type(word)), 16)
-    boxes = ours + (row_boxes + peer[:, None] * size + column[None, :])
+    boxes = ours + (box * size)[:, None] + column[None, :]
     received = receive(boxes, others, empty, max_polls)
     # The sender's next turn but one begins after our next turn, hence after this kernel.
-    tl.store(boxes, tl.full([padded_ranks, padded_size], empty, word), mask=others)
+    tl.store(boxes, tl.full(boxes.shape, empty, word), mask=others)
     tl.debug_barrier()  # every thread has read the turn
-    tl.store(turns_ptr + row, 1 - turn)
+    tl.store(turns_ptr + max_rows + row, 1 - turn)
 
     parts = received.to(dtype, bitcast=True).to(tl.float32)
-    parts = tl.where((peer == rank)[:, None], part.to(tl.float32)[None, :], parts)
-    total = tl.sum(parts, 0)  # in the same order on every rank
+    if padded_peers == 1:
+        total = part.to(tl.float32) + tl.sum(parts, 0)
+    else:  # in the same order on every rank
+        parts = tl.where((peer == rank)[:, None], part.to(tl.float32)[None, :], parts)
+        total = tl.sum(parts, 0)
     if adds:
-        total += residual
+        total += residual.to(tl.float32)
     out = total.to(dtype)
     tl.store(out_ptr + here, out, mask=inside)
     if has_norm:
         wide = out.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
         normed = (wide * scale).to(dtype).to(tl.float32)  # rounded as the reference does
-        tl.store(normed_ptr + here, (normed * weight).to(dtype), mask=inside)
+        tl.store(normed_ptr + here, (normed * weight.to(tl.float32)).to(dtype), mask=inside)
 
 
 def sum_over_ranks(
@@ -138,16 +220,18 @@ def sum_over_ranks(
     """See ``reference.sum_of_parts``, whose parts are every rank's ``part [T, size]``.
 
     The sum is ``residual`` itself where that is given, else a new tensor. All ranks make the same
-    calls, one after the other. ``mailboxes [N]`` and ``turns [max_rows]`` are the ``addresses`` and
-    ``turns`` of ``parallel.symmetric_memory.Mailboxes``.
+    calls, one after the other. ``mailboxes [N]`` and ``turns [2, max_rows]`` are the ``addresses``
+    and ``turns`` of ``parallel.symmetric_memory.Mailboxes``.
     """
     num_rows, size = part.shape
+    num_ranks = len(mailboxes)
     out = part.new_empty(num_rows, size) if residual is None else residual
     normed = None if norm is None else part.new_empty(num_rows, size)
     weight, eps = (part, 0.0) if norm is None else norm
     padded_size = power_of_two(size)
+    ahead, num_warps = launch_shape(num_rows, padded_size * part.element_size())
     early = starts_early(part.device)
-    one_shot_kernel[num_rows,](
+    one_shot_kernel[num_rows + ahead,](
         part,
         out,
         weight,
@@ -156,22 +240,27 @@ def sum_over_ranks(
         mailboxes,
         turns,
         rank,
-        len(mailboxes),
-        len(turns),
+        num_ranks,
+        num_rows,
+        turns.shape[1],
         eps,
         max_polls,
         size=size,
         padded_size=padded_size,
-        padded_ranks=power_of_two(len(mailboxes)),
+        padded_peers=1 if num_ranks == 2 else power_of_two(num_ranks),
+        ahead=ahead,
         adds=residual is not None,
         has_norm=norm is not None,
         early=early,
-        num_warps=num_warps(padded_size * part.element_size()),
+        num_warps=num_warps,
         launch_pdl=early,
     )
     return out, normed
 
 
-def num_warps(row_bytes: int) -> int:
-    """One vector for each thread, as long as there are threads."""
-    return min(MAX_WARPS, max(1, row_bytes // (VECTOR_BYTES * 32)))
+def launch_shape(num_rows: int, row_bytes: int) -> tuple[int, int]:
+    """How many programs a row is sent ahead, and warps. For few rows a thread has one vector, as
+    long as there are threads: nothing is quicker to begin. Many keep the link busy instead."""
+    if num_rows <= FEW_ROWS:
+        return 0, min(MAX_WARPS, max(1, row_bytes // (VECTOR_BYTES * 32)))
+    return AHEAD, min(MAX_WARPS, max(1, row_bytes // (MANY_BYTES * 32)))
