@@ -38,9 +38,8 @@ DEMANDING = SamplingParams(
     logit_bias={0: 1.0},
     allowed_token_ids=[0, 1, 2],
     logprobs=20,
-    prompt_logprobs=20,
 )
-"""Everything that takes memory in a step."""
+"""Everything that takes memory in a step, but what one of its rows is asked about its prompt."""
 
 
 def num_blocks_beside_steps(runner: ModelRunner) -> int:
@@ -137,7 +136,7 @@ def largest_step(config: EngineConfig) -> ScheduledBatch:
     longest = min(config.max_step_tokens - (num_rows - 1) * length, config.max_model_len - 1)
     lengths = [longest] + [length] * (num_rows - 1)
     starts = [config.max_model_len - 1 - length for length in lengths]
-    return step_of_prompts(config, lengths, DEMANDING, starts, stop_token_ids=(0,))
+    return _demanding_step(config, lengths, starts)
 
 
 def largest_verification(
@@ -150,7 +149,7 @@ def largest_verification(
     most = config.max_step_tokens // num_rows - 1
     num_drafts = min(speculation.num_speculative_tokens, most)
     lengths, starts = [1 + num_drafts] * num_rows, [config.max_model_len - 2] * num_rows
-    batch = step_of_prompts(config, lengths, DEMANDING, starts, stop_token_ids=(0,))
+    batch = _demanding_step(config, lengths, starts)
     drafts = (0,) * num_drafts
     yield replace(
         batch,
@@ -163,6 +162,18 @@ def largest_verification(
             for chunk in batch.chunks
         ),
     )
+
+
+def _demanding_step(
+    config: EngineConfig, lengths: Sequence[int], starts: Sequence[int]
+) -> ScheduledBatch:
+    """Rows with every option that takes memory, the longest first. It alone is asked about its
+    prompt: prompts are looked at one by one, in memory that the next one takes over, and 256 of
+    them are a thousand launches."""
+    batch = step_of_prompts(config, lengths, DEMANDING, starts, stop_token_ids=(0,))
+    longest, *others = batch.admissions
+    asked = replace(longest.params, prompt_logprobs=longest.params.logprobs)
+    return replace(batch, admissions=(replace(longest, params=asked), *others))
 
 
 def step_of_prompts(

@@ -1,5 +1,6 @@
-"""Kernels are compiled in threads and not run: for a GPU that a fake driver claims to be there."""
+"""Kernels are compiled by forks and not run: for a GPU that a fake driver claims to be there."""
 
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from threading import current_thread
 from typing import Any
@@ -14,7 +15,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from mini_infer.kernels.triton import compile_ahead as compile_ahead_module  # noqa: E402
 from mini_infer.kernels.triton.compile_ahead import compile_ahead  # noqa: E402
+from mini_infer.kernels.triton.forks import Task  # noqa: E402
+from mini_infer.kernels.triton.forks import run_in_forks as run_in_real_forks  # noqa: E402
 
 LANGUAGE = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.core.tensor_descriptor_base)
 AS_IMPORTED = [(owner, dict(vars(owner))) for owner in LANGUAGE]
@@ -83,11 +87,51 @@ def test_what_is_launched_within_is_compiled_once_and_runs_only_afterwards(
         for value in (1, 2, 1):
             kernel[(1,)](out, value)
     assert len(fake.loaded) == 2
-    assert all(name.startswith("compile") for name in fake.loaded)
+    assert all(name.startswith("load") for name in fake.loaded)
     assert fake.launched == 0
     for value in (1, 2):
         kernel[(1,)](out, value)
     assert (len(fake.loaded), fake.launched) == (2, 2)
+
+
+def test_this_process_compiles_what_no_fork_did(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_ahead_module, "run_in_forks", lambda tasks: (0 for _ in ""))
+    kernel = JITFunction(store)
+    with compile_ahead():
+        kernel[(1,)](torch.zeros(16, dtype=torch.int32), 1)
+    assert len(fake.loaded) == 1
+
+
+def test_what_is_in_the_cache_takes_no_fork(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, forked = torch.zeros(16, dtype=torch.int32), []
+
+    def run_in_forks(tasks: Sequence[Task]) -> Generator[int, None, None]:
+        forked.append(len(tasks))
+        return run_in_real_forks(tasks)
+
+    monkeypatch.setattr(compile_ahead_module, "run_in_forks", run_in_forks)
+    for values in ((1, 2), (1, 2, 3), (1, 2, 3)):
+        kernel = JITFunction(store)  # a new process's knows nothing of the last one's
+        with compile_ahead():
+            for value in values:
+                kernel[(1,)](out, value)
+    assert forked == [2, 1, 0]
+    assert len(fake.loaded) == 2 + 3 + 3
+
+
+def test_ctrl_c_ends_the_compilation(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(tasks: Sequence[Task]) -> Generator[int, None, None]:
+        raise KeyboardInterrupt
+        yield 0
+
+    monkeypatch.setattr(compile_ahead_module, "run_in_forks", interrupted)
+    kernel = JITFunction(store)
+    with pytest.raises(KeyboardInterrupt), compile_ahead():
+        kernel[(1,)](torch.zeros(16, dtype=torch.int32), 1)
 
 
 def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched(fake: FakeDriver) -> None:

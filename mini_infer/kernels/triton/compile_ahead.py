@@ -1,22 +1,27 @@
 """Compiles kernels side by side, before a step needs the first of them.
 
-A kernel takes 0.3 to 1.5 seconds to compile, and a start-up needs dozens. Most of that time is
-LLVM's, ptxas's and the C compiler's (Triton 3.6 builds a launcher for each signature). None of them
-holds Python's lock, so threads are enough.
+A kernel takes 0.1 to 3 seconds to compile, and a start-up needs dozens. Threads would wait for each
+other: Triton's front end and a part of what follows hold Python's lock, and sixteen of them were
+three times as fast as one. So forks compile, each with an interpreter of its own, and leave what
+they compiled in Triton's cache on disk, where threads of this process pick it up. (A new
+interpreter would first import torch, which takes longer than a kernel.)
 """
 
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from threading import Event
-from typing import Any
+from contextlib import closing, contextmanager
+from typing import Any, NoReturn
 
 import torch
 import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from mini_infer.kernels.triton.forks import run_in_forks
 
 MAX_THREADS = 16
 UNINITIALISED = (torch.empty, torch.empty_like, Tensor.new_empty)
@@ -35,16 +40,15 @@ def compile_ahead() -> Iterator[None]:
     def compile_only(kernel: Any, *arguments: Any, **options: Any) -> Any:
         return launch(kernel, *arguments, **(options | {"warmup": True}))
 
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "compile") as threads:
-        compiler = _Compiler(threads)
-        with _CompileMode(compiler, ignore_errors=True):
-            JITFunction.run = compile_only
-            try:
-                with _ZeroFilled():
-                    yield
-            finally:
-                JITFunction.run = launch
-                compiler.begin()
+    compiler = _Compiler()
+    with _CompileMode(compiler, ignore_errors=True):
+        JITFunction.run = compile_only
+        try:
+            with _ZeroFilled():
+                yield
+        finally:
+            JITFunction.run = launch
+            compiler.compile()
 
 
 class _ZeroFilled(TorchFunctionMode):
@@ -66,28 +70,77 @@ class _CompileMode(triton.AsyncCompileMode):  # type: ignore[misc]
         return kernel
 
 
+class _NotCompiledError(Exception):
+    """A kernel is not in Triton's cache."""
+
+
+class _Noted:
+    """A kernel that a step launches."""
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
+        self.compile = compile
+        self.future: Future[Any] = Future()
+
+    def load(self) -> None:
+        """Compiles it, where it is not in the cache, and loads it into the device."""
+        try:
+            kernel = self.compile()
+            kernel.run  # noqa: B018 - Triton makes the launcher when it is first asked for
+            self.future.set_result(kernel)
+        except _NotCompiledError:
+            pass
+        except Exception as error:
+            self.future.set_exception(error)
+
+
 class _Compiler(Executor):
-    """Compiles in threads, and there also loads kernels into the device.
+    """Notes what to compile, in the order in which it is asked for."""
 
-    It waits until the last kernel is noted: threads that compile take Python's lock so often that
-    the step beside them would crawl.
-    """
-
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self._threads = threads
-        self._device = torch.cuda.current_device()
-        self._may_begin = Event()
+    def __init__(self) -> None:
+        self._noted: list[_Noted] = []
 
     def submit(self, compile: Callable[[], Any], /, *_: Any, **__: Any) -> "Future[Any]":
-        return self._threads.submit(self._compile_and_load, compile)
+        self._noted.append(_Noted(compile))
+        return self._noted[-1].future
 
-    def begin(self) -> None:
-        """Lets the threads go."""
-        self._may_begin.set()
+    def compile(self) -> None:
+        """Compiles and loads all that is noted."""
+        device = torch.cuda.current_device()  # a thread has a current device of its own
+        size = min(MAX_THREADS, os.cpu_count() or 1)
+        try:
+            with ThreadPoolExecutor(size, "load", torch.cuda.set_device, (device,)) as threads:
+                self._compile(threads)
+        finally:
+            for noted in self._noted:  # where Ctrl-C came: whoever waits for them goes on
+                if not noted.future.done():
+                    noted.future.set_exception(_NotCompiledError())
 
-    def _compile_and_load(self, compile: Callable[[], Any]) -> Any:
-        self._may_begin.wait()
-        torch.cuda.set_device(self._device)  # the current device is a thread's own
-        kernel = compile()
-        kernel.run  # noqa: B018 - Triton makes the launcher when it is first asked for
-        return kernel
+    def _compile(self, threads: ThreadPoolExecutor) -> None:
+        with _only_from_cache():
+            list(threads.map(_Noted.load, self._noted))
+        missing = dict(enumerate(noted for noted in self._noted if not noted.future.done()))
+        with closing(run_in_forks([noted.compile for noted in missing.values()])) as compiled:
+            bar = tqdm(compiled, "kernels", len(missing), leave=False, disable=None)
+            for index in bar:
+                threads.submit(missing.pop(index).load)
+        for noted in missing.values():  # those that failed say so
+            threads.submit(noted.load)
+
+
+@contextmanager
+def _only_from_cache() -> Iterator[None]:
+    """Within, what would have to be compiled is not.
+
+    Raises, where that is asked for:
+        _NotCompiledError
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        raise _NotCompiledError
+
+    make_ir = ASTSource.make_ir
+    ASTSource.make_ir = refuse
+    try:
+        yield
+    finally:
+        ASTSource.make_ir = make_ir
