@@ -1,4 +1,4 @@
-"""Small-batch products on a GPU at the sizes of Qwen2.5-7B and Qwen3-0.6B."""
+"""Small-batch products on a GPU at the sizes of Qwen2.5-7B, Qwen3-0.6B and SmolLM2-135M."""
 
 import math
 
@@ -30,7 +30,9 @@ def assert_near(out: Tensor, exact: Tensor) -> None:
 @BY_DTYPE
 @BY_ROWS
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("num_outputs", "size"), [(4608, 3584), (151936, 1024), (77, 3072)])
+@pytest.mark.parametrize(
+    ("num_outputs", "size"), [(4608, 3584), (151936, 1024), (77, 3072), (960, 576)]
+)
 def test_linear(
     num_outputs: int, size: int, with_norm: bool, num_rows: int, dtype: torch.dtype
 ) -> None:
@@ -44,7 +46,8 @@ def test_linear(
 @BY_DTYPE
 @BY_ROWS
 @pytest.mark.parametrize(
-    ("num_outputs", "size"), [(3584, 3584), (3584, 18944), (1024, 2048), (1024, 3072)]
+    ("num_outputs", "size"),
+    [(3584, 3584), (3584, 18944), (1024, 2048), (1024, 3072), (576, 576), (576, 1536)],
 )
 def test_add_linear(num_outputs: int, size: int, num_rows: int, dtype: torch.dtype) -> None:
     x, weight = random(num_rows, size, dtype=dtype), random(num_outputs, size, dtype=dtype)
@@ -56,7 +59,7 @@ def test_add_linear(num_outputs: int, size: int, num_rows: int, dtype: torch.dty
 @BY_DTYPE
 @BY_ROWS
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("num_outputs", "size"), [(18944, 3584), (3072, 1024)])
+@pytest.mark.parametrize(("num_outputs", "size"), [(18944, 3584), (3072, 1024), (1536, 576)])
 def test_gated_linear(
     num_outputs: int, size: int, with_norm: bool, num_rows: int, dtype: torch.dtype
 ) -> None:
@@ -68,9 +71,12 @@ def test_gated_linear(
 
 
 @BY_ROWS
-def test_kernels_that_start_early_wait_for_what_they_read(num_rows: int) -> None:
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 3072), (576, 1536)])
+def test_kernels_that_start_early_wait_for_what_they_read(
+    hidden: int, inner: int, num_rows: int
+) -> None:
     """A graph of layers, each of which reads what the one before writes, again and again."""
-    dtype, hidden, inner, layers = torch.bfloat16, 1024, 3072, 24
+    dtype, layers = torch.bfloat16, 24
     expand = [random(2 * inner, hidden, dtype=dtype) * 0.03 for _ in range(layers)]
     shrink = [random(hidden, inner, dtype=dtype) * 0.02 for _ in range(layers)]
     start, scale = random(num_rows, hidden, dtype=dtype), random(hidden, dtype=dtype)

@@ -36,7 +36,7 @@ def double(*values: Tensor | None) -> list[Tensor | None]:
 @BY_ROWS
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("num_outputs", "size"), [(37, 48), (130, 1040)])
+@pytest.mark.parametrize(("num_outputs", "size"), [(37, 48), (42, 1040)])
 def test_linear(
     num_outputs: int,
     size: int,
@@ -94,11 +94,51 @@ def test_wide_products(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.Mo
 def test_splits_leave_their_counters_at_zero(num_rows: int, size: int, splits: int) -> None:
     """The sum of splits is the last arrival's work; a second product finds the counters unused."""
     x, weight = random(num_rows, size), random(64, size, seed=1)
-    assert skinny.plan(num_rows, 64, size).splits == splits
+    assert skinny.plan(num_rows, weight).splits == splits
     first = skinny.linear(x, weight)
     assert_near(first, reference.linear(*double(x, weight)))
     assert torch.equal(skinny.linear(x, weight), first)
     assert not skinny.arrivals(x.device).any()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "parts"),
+    [
+        (2, 128, 1),  # of four whole chunks
+        (5, 80, 2),  # a last chunk of half a warp's values
+        (9, 272, 2),  # chunks and rows that end within one
+        (16, 272, 4),  # the last part has fewer chunks than others
+        (20, 48, 1),
+    ],
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_parts_of_lines_in_registers(
+    num_rows: int, size: int, parts: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skinny, "plan", lambda *_: skinny.FragmentPlan(parts))
+    dtype = torch.float16
+    x, weight = random(num_rows, size, dtype=dtype), random(2 * 13, size, dtype=dtype, seed=1)
+    bias = random(2 * 13, dtype=dtype, seed=2) if with_bias else None
+    norm = random(size, dtype=dtype, seed=3), EPS
+    exact_norm = norm[0].double(), EPS
+    exact = double(x, weight, bias)
+    assert_near(skinny.linear(x, weight, bias, norm), reference.linear(*exact, exact_norm))
+    assert_near(skinny.linear(x, weight, bias), reference.linear(*exact))
+    assert_near(
+        skinny.gated_linear(x, weight, bias, norm), reference.gated_linear(*exact, exact_norm)
+    )
+    residual = random(num_rows, 2 * 13, dtype=dtype, seed=4)
+    exact_sum = reference.add_linear_(residual.double(), *exact)
+    assert_near(skinny.add_linear_(residual, x, weight, bias), exact_sum)
+
+
+def test_norm_of_activations_beyond_the_range_of_their_squares() -> None:
+    """Neither squares nor products with the norm's weight are rounded to float16."""
+    x = random(3, 64, dtype=torch.float16) * 3000
+    weight = random(11, 64, dtype=torch.float16, seed=1)
+    scale = random(64, dtype=torch.float16, seed=2) * 30
+    exact = reference.linear(*double(x, weight), norm=(scale.double(), EPS))
+    assert_near(skinny.linear(x, weight, norm=(scale, EPS)), exact)
 
 
 def test_out_is_written_where_it_is_given() -> None:

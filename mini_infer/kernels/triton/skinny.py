@@ -20,6 +20,7 @@ from mini_infer.kernels.triton.launch import (
     starts_early,
 )
 from mini_infer.kernels.triton.norm import rms_norm
+from mini_infer.kernels.triton.skinny_fragments import fragment_kernel
 from mini_infer.kernels.triton.skinny_tiles import tile_kernel
 from mini_infer.kernels.triton.skinny_vector import vector_kernel
 
@@ -40,6 +41,11 @@ FUSED_NORM_ROWS = 2
 PROGRAMS = 256
 """Two for each processor, about."""
 MIN_TILE_ROWS = 8
+FRAGMENT_LINES = 8
+FRAGMENT_K = 32
+"""Values of eight lines that a warp holds in one register set: 16 bytes a thread."""
+MAX_FRAGMENTS = 48
+"""Such sets that a thread's registers hold."""
 MAX_PER_SM = 4
 """Programs that share a processor's memory: beyond, there are waves."""
 
@@ -51,6 +57,12 @@ class VectorPlan(NamedTuple):
     tile_k: int
     depth: int
     num_warps: int
+
+
+class FragmentPlan(NamedTuple):
+    """How ``fragment_kernel`` divides a product."""
+
+    parts: int
 
 
 class TilePlan(NamedTuple):
@@ -103,8 +115,13 @@ def gated_linear(
     return _multiply(out, x, weight, bias, norm, adds=False, gated=True)
 
 
-def plan(num_rows: int, lines: int, size: int) -> VectorPlan | TilePlan:
-    """The measured best division of a product ``[num_rows, size] x [lines, size].T``."""
+def plan(num_rows: int, weight: Tensor) -> VectorPlan | FragmentPlan | TilePlan:
+    """The measured best division of ``num_rows`` rows times ``weight [N, K]``."""
+    lines, size = weight.shape
+    if num_rows > 1 and weight.element_size() == 2 and lines < WIDE and size <= SHORT:
+        parts = _fragment_parts(num_rows, size)
+        if parts is not None:
+            return FragmentPlan(parts)
     wide = lines >= WIDE
     if num_rows <= VECTOR_ROWS or (num_rows <= NARROW_VECTOR_ROWS and size <= SHORT and not wide):
         return _vector_plan(num_rows, lines, size)
@@ -124,6 +141,19 @@ def plan(num_rows: int, lines: int, size: int) -> VectorPlan | TilePlan:
     splits = max(1, min(PROGRAMS // tiles, size // 1024)) if size > 2048 else 1
     held = _held(size // splits, 4) if size % (16 * splits) == 0 else 0
     return TilePlan(16, 64, 4, held, splits, 5, 4)
+
+
+def _fragment_parts(num_rows: int, size: int) -> int | None:
+    """The fewest warps whose registers hold lines and rows of ``size`` values: each more costs."""
+    tiles = _tile_rows(num_rows) // MIN_TILE_ROWS + 2  # of rows, weights, and the norm's weights
+    for parts in (1, 2, 4, 8):
+        if triton.cdiv(size, FRAGMENT_K * parts) * tiles <= MAX_FRAGMENTS:
+            return parts
+    return None
+
+
+def _tile_rows(num_rows: int) -> int:
+    return max(MIN_TILE_ROWS, power_of_two(num_rows))
 
 
 def _held(span: int, parts: int) -> int:
@@ -154,45 +184,56 @@ def _multiply(
     gated: bool,
 ) -> Tensor:
     num_rows, size = x.shape
-    chosen = plan(num_rows, weight.shape[0], size)
-    fuses = isinstance(chosen, VectorPlan) and num_rows <= FUSED_NORM_ROWS
+    chosen = plan(num_rows, weight)
+    fuses = isinstance(chosen, FragmentPlan) or (
+        isinstance(chosen, VectorPlan) and num_rows <= FUSED_NORM_ROWS
+    )
     if norm is not None and not fuses:
         x, norm = rms_norm(x, *norm), None
+    x = x.contiguous()
     early = starts_early(x.device)
     common: dict[str, Any] = {
         "size": size,
-        "lines": chosen.lines,
-        "tile_k": chosen.tile_k,
         "has_bias": bias is not None,
         "adds": adds,
         "gated": gated,
         "early": early,
-        "num_warps": chosen.num_warps,
         "launch_pdl": early,
     }
     bias = x if bias is None else bias  # not read
-    num_outputs = out.shape[1]
-    tiles = triton.cdiv(weight.shape[0], chosen.lines)
-    x = x.contiguous()
-    if isinstance(chosen, VectorPlan):
-        norm_weight, eps = (x, 0.0) if norm is None else norm
-        vector_kernel[tiles,](
-            x,
-            weight,
-            bias,
-            norm_weight,
-            out,
-            num_rows,
-            num_outputs,
-            eps,
-            tile_m=power_of_two(num_rows),
-            ahead=(triton.cdiv(size, chosen.tile_k) - 1) % chosen.depth + 1,
-            depth=chosen.depth,
-            has_norm=norm is not None,
+    if isinstance(chosen, TilePlan):
+        return _multiply_tiles(chosen, out, x, weight, bias, common)
+    norm_weight, eps = (x, 0.0) if norm is None else norm
+    arguments = x, weight, bias, norm_weight, out, num_rows, out.shape[1], eps
+    common["has_norm"] = norm is not None
+    if isinstance(chosen, FragmentPlan):
+        fragment_kernel[triton.cdiv(weight.shape[0], FRAGMENT_LINES),](
+            *arguments,
+            tile_m=_tile_rows(num_rows),
+            parts=chosen.parts,
+            num_warps=chosen.parts,
             **common,
         )
         return out
-    tile_m = max(MIN_TILE_ROWS, power_of_two(num_rows))
+    vector_kernel[triton.cdiv(weight.shape[0], chosen.lines),](
+        *arguments,
+        tile_m=power_of_two(num_rows),
+        lines=chosen.lines,
+        tile_k=chosen.tile_k,
+        ahead=(triton.cdiv(size, chosen.tile_k) - 1) % chosen.depth + 1,
+        depth=chosen.depth,
+        num_warps=chosen.num_warps,
+        **common,
+    )
+    return out
+
+
+def _multiply_tiles(
+    chosen: TilePlan, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, common: dict[str, Any]
+) -> Tensor:
+    num_rows, size = x.shape
+    tile_m = _tile_rows(num_rows)
+    tiles = triton.cdiv(weight.shape[0], chosen.lines)
     per_sm = min(triton.cdiv(tiles * chosen.splits, num_sms(x.device)), MAX_PER_SM)
     room = shared_memory(x.device) // per_sm
     line_bytes, row_bytes = chosen.lines * x.element_size(), tile_m * x.element_size()
@@ -215,12 +256,15 @@ def _multiply(
         partial,
         count,
         num_rows,
-        num_outputs,
+        out.shape[1],
         tile_m=tile_m,
+        lines=chosen.lines,
+        tile_k=chosen.tile_k,
         parts=chosen.parts,
         held=held,
         splits=chosen.splits,
         stages=max(1, min(chosen.stages, buffers + 1, steps + 1)),
+        num_warps=chosen.num_warps,
         **common,
     )
     return out
