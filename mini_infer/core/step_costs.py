@@ -19,9 +19,6 @@ class StepCosts:
     drafts: tuple[int, ...]
     verify: Grid
     propose: Grid
-    host: float = 0.0
-    """What a step takes longer that is launched once the one before it is over. Where a step is
-    launched ahead, the host does its part behind the device's."""
 
     def verify_seconds(self, num_rows: int, num_drafts: int) -> float:
         """A step of ``num_rows`` requests with ``num_drafts`` drafts each."""

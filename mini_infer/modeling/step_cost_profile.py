@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,8 +47,7 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts | None:
     most = min(runner.config.max_num_seqs, runner.config.max_step_tokens)
     rows = tuple(sorted({min(count, most) for count in ROWS}))
     if runner.graphs is not None and not runner.config.is_pipelined:
-        costs = _of_replays(runner, runner.graphs, rows)
-        return costs if speculation.on_device else replace(costs, host=_host_seconds(runner, costs))
+        return _of_replays(runner, runner.graphs, rows)
     return _of_launches(runner, rows, speculation.num_speculative_tokens)
 
 
@@ -98,17 +96,6 @@ def _device_seconds(replay: Callable[[], None]) -> float:
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)
     return milliseconds / 1e3 / REPLAYS
-
-
-def _host_seconds(runner: ModelRunner, costs: StepCosts) -> float:
-    """What a verification takes, from its launch to its result, beyond what the device does."""
-    config, most = runner.config, costs.drafts[-1]
-    context = min(CONTEXT, config.max_model_len - 1)
-    runner.execute(_admissions(config, 1, context)).result()
-    run = partial(_run, runner, _verification(1, context, most))
-    seconds = _seconds(run, runner.slowest)
-    _clean(runner)
-    return max(0.0, seconds - costs.verify_seconds(1, most))
 
 
 def _of_launches(runner: ModelRunner, rows: tuple[int, ...], most_drafts: int) -> StepCosts:

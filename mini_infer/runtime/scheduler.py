@@ -90,6 +90,8 @@ class Scheduler:
                 f"or raise kv_cache_memory",
                 "prompt",
             )
+        if self._speculation is not None and not self._requests:
+            self._speculation.wake()
         request.arrival = self._num_arrivals
         request.rank = (self.policy.key(request), request.arrival)
         self._num_arrivals += 1
@@ -127,9 +129,6 @@ class Scheduler:
         May be called before the previous step's result is known: tokens in flight count as there.
         """
         if not self._requests:
-            return None
-        num_decoding = self._queues.count(RequestState.DECODING)
-        if self._waits and self._speculation and self._speculation.waits(num_decoding):
             return None
         plan = StepPlan(budget=self.config.max_num_batched_tokens)
         self._displace(plan)
@@ -198,6 +197,8 @@ class Scheduler:
                 updates.append(update)
                 if update.finish_reason is not None:
                     self._finish(request, update.finish_reason, update.stop_reason)
+        if self._speculation is not None:
+            self._speculation.end_step(batch.chunks, now)
         if self.events.wants(StepCompleted):
             self.events.emit(tell.step_event(batch, self._queues, self.cache, self.events.now()))
         return updates
@@ -222,11 +223,6 @@ class Scheduler:
 
     # -- how a step is put together
 
-    @property
-    def _waits(self) -> bool:
-        """Are there tokens in flight that the next step could need?"""
-        return bool(self._in_flight) and self._turns is None
-
     def _schedule_decoding(self, plan: StepPlan, with_gap: bool = False) -> None:
         """In most steps each request here gets one more token, in a block that it has: that case
         is written out, as it is what a step of hundreds of requests costs."""
@@ -238,7 +234,6 @@ class Scheduler:
             requests,
             self._queues.count(RequestState.PREFILLING),
             bool(self._places.free_slots) and self._queues.next_outside() is not None,
-            self._waits,
         )
         for request in requests:
             start = request.num_computed_tokens

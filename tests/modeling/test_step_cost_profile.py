@@ -96,8 +96,6 @@ def test_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         costs = measure_step_costs(runner)
         assert costs is not None
         check(costs, (1, 4, 8), (0, 1, 2, 3), proposes=speculation.on_device)
-        # A launched step takes less here than these made-up replays.
-        assert costs.host == 0.0
         assert not any(cache[:16].any() for caches in runner.caches for cache in caches)
 
 

@@ -39,7 +39,7 @@ def make_scheduler(on_device: bool = True, adaptive: bool = False, **options: An
     )
     defaults = {"num_kv_blocks": 2048, "max_model_len": 1024, "max_num_seqs": 128}
     config = make_config(speculative_config=speculation, **(defaults | options))
-    costs = StepCosts((1,), (0, MOST), ((1.0, 1.1),), ((0.0, 0.1),), host=0.1)
+    costs = StepCosts((1,), (0, MOST), ((1.0, 1.1),), ((0.0, 0.1),))
     return Scheduler(config, config.num_kv_blocks or 0, EventStream(), costs=costs)
 
 
@@ -127,7 +127,7 @@ def test_whole_prompts_come_on_top_of_drafts_within_what_buffers_are_made_for() 
 def test_a_step_is_paid_for_once_however_often_it_is_asked_for(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a host's drafts on, the engine asks in vain while a step is in flight."""
+    """Also while steps are in flight, whose drafts are not verified yet."""
     num_paid = 0
 
     def pass_step(controller: DraftController, num_rows: int) -> None:
@@ -140,12 +140,42 @@ def test_a_step_is_paid_for_once_however_often_it_is_asked_for(
     add(scheduler, "a")
     step(scheduler)
     for _ in range(5):
-        batch = scheduler.schedule()
-        assert batch is not None
-        if depth > 1:
-            assert scheduler.schedule() is None
-        scheduler.update(batch, result_of(batch))
-    assert num_paid == 5
+        batches = [scheduler.schedule() for _ in range(depth)]
+        for batch in batches:
+            assert batch is not None
+            scheduler.update(batch, result_of(batch))
+    assert num_paid == 5 * depth
+
+
+def test_a_hosts_drafts_go_on_over_tokens_in_flight_as_long_as_those_seem_right() -> None:
+    scheduler = make_scheduler(on_device=False, depth=2)
+    add(scheduler, "a")
+    step(scheduler)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    [one], [behind] = first.chunks, second.chunks
+    assert (one.num_drafts, one.start_known) == (MOST, True)
+    assert (behind.num_drafts, behind.start_known) == (MOST, False)
+    assert behind.num_computed_tokens == one.num_computed_tokens + 1 + MOST
+    # All of the first are right, and then one: it is known now what the next step goes on from.
+    scheduler.update(first, result_of(first))
+    scheduler.update(second, StepOutput(((5, 6),)))
+    third, fourth = scheduler.schedule(), scheduler.schedule()
+    assert third is not None
+    assert fourth is not None
+    [chunk] = third.chunks
+    assert chunk.num_computed_tokens == behind.num_computed_tokens + 2 - 1 + 1
+    assert chunk.draft_token_ids == (6,) * MOST
+    # None is, so the fourth stands nowhere that is known, and the fifth has no drafts.
+    scheduler.update(third, StepOutput(((7,),)))
+    fifth = scheduler.schedule()
+    assert fifth is not None
+    assert fifth.chunks[0].num_drafts == 0
+    scheduler.update(fourth, StepOutput(((7,),)))
+    sixth = scheduler.schedule()
+    assert sixth is not None
+    assert sixth.chunks[0].draft_token_ids == (7,) * MOST
 
 
 def test_a_hosts_drafts_are_for_one_step_also_while_it_is_found_out_who_made_it_raise() -> None:

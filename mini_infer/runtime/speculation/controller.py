@@ -26,8 +26,8 @@ PRIOR_WEIGHT = 2.0
 """What is believed of drafts before any is verified: enough to try, and soon outweighed."""
 ALLOWANCE = 0.008
 """Share of plain decoding's time that may be lost to drafts that fail."""
-MAX_CREDIT = 32.0
-FIRST_CREDIT = 8.0
+MAX_CREDIT = 8.0
+FIRST_CREDIT = 1.0
 """In plain steps: what may be lost at a stretch, and at the start."""
 PROBE_SHARE = 0.006
 """Share of plain decoding's time that probes of drafts that lost may take, and a
@@ -35,8 +35,11 @@ PROBE_SHARE = 0.006
 MAX_PATIENCE = 4.0
 PROBED_SAMPLES = 8.0
 """Samples that are remembered while probing."""
-HOST_SECONDS_PER_ROW = 2e-5
-"""What proposing on the host, and learning from it, takes."""
+PRIOR_STEPS = 3
+PLAIN_MEMORY = 64
+DRAFT_MEMORY = 16
+"""In steps: what those that were measured at start-up count for, beside those that are timed; and
+how many of the latter are remembered."""
 ASSUMED_COSTS = StepCosts(
     rows=(1, MAX_SPECULATING_ROWS),
     drafts=(0, 16),
@@ -57,17 +60,17 @@ class DraftController:
     by more than ``ALLOWANCE`` plus ``FIRST_CREDIT`` steps in all.
     """
 
-    def __init__(
-        self, config: SpeculativeConfig, costs: StepCosts | None, host_seconds: float = 0.0
-    ) -> None:
-        """``host_seconds`` is what a step with a host's drafts takes longer, as it is not scheduled
-        while another is in flight; 0 where drafts are the device's."""
+    def __init__(self, config: SpeculativeConfig, costs: StepCosts | None) -> None:
         self._config = config
         self._measured = costs is not None
         self._costs = costs or ASSUMED_COSTS
-        proposes_on_host = costs is not None and not config.on_device
-        self._host_seconds = host_seconds
-        self._host_seconds_per_row = HOST_SECONDS_PER_ROW if proposes_on_host else 0.0
+        self._factor = 1.0
+        """What plain steps take, by what they should by the costs."""
+        self._excess = 0.0
+        """Seconds that steps with a host's drafts take beyond that: where the host has more to do
+        than the device's time hides."""
+        self._num_plain = self._num_drafted = PRIOR_STEPS
+        """Steps that the factor and the excess are the mean of."""
         self._seconds: dict[int, tuple[float, ...]] = {}
         """Of each number of requests: what a step takes with each of ``draft_counts``."""
         self._acceptance = Acceptance(config.num_speculative_tokens, [PRIOR_RATE], PRIOR_WEIGHT)
@@ -122,7 +125,7 @@ class DraftController:
                 there are no more drafts than positions.
             share: of the steps so planned, those that will have any draft.
         """
-        plain, host = self._plain(num_rows), self._host(num_rows)
+        plain = self._plain(num_rows)
         best, best_gain = 0, 0.0
         for count, seconds in zip(
             self._config.draft_counts, self._step_seconds(num_rows), strict=True
@@ -130,7 +133,8 @@ class DraftController:
             if count > len(expected):
                 break
             tokens = 1.0 + sum(expected[:count]) / num_rows
-            gain = tokens * plain / (plain + host + share * (seconds - plain))
+            extra = self._factor * seconds + self._excess - plain if count else 0.0
+            gain = tokens * plain / (plain + share * extra)
             if gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
@@ -142,8 +146,27 @@ class DraftController:
 
     def charge(self, num_rows: int, num_drafts: int) -> None:
         """A step has drafts: what it takes beyond a plain one is paid."""
-        self._credit -= self._lookup(num_rows, num_drafts) + self._host(num_rows)
-        self._credit += self._plain(num_rows)
+        self._credit += self._plain(num_rows) - self._lookup(num_rows, num_drafts)
+
+    def end_step(self, num_rows: int, num_drafts: int, seconds: float | None) -> None:
+        """A step is over. If a host's drafts were in it, what it took beyond a plain one is paid.
+
+        Args:
+            seconds: what it really took; None where that is not known. Costs that were measured at
+                start-up know neither this text's length nor all that the host does.
+        """
+        plain, expected = self._plain(num_rows), self._with_excess(num_rows, num_drafts)
+        took = expected
+        if seconds is not None and self._measured:
+            took = min(seconds, expected + plain)  # what is longer is a hiccup
+            if num_drafts:
+                self._num_drafted = min(self._num_drafted + 1, DRAFT_MEMORY)
+                self._excess = max(0.0, self._excess + (took - expected) / self._num_drafted)
+            else:
+                self._num_plain = min(self._num_plain + 1, PLAIN_MEMORY)
+                self._factor *= 1.0 + (max(took / plain, 0.5) - 1.0) / self._num_plain
+        if num_drafts:
+            self._credit += plain - took
 
     def earn(self, num_accepted: int) -> None:
         """A request's drafts were accepted: what plain steps would have taken is paid in."""
@@ -153,9 +176,15 @@ class DraftController:
     def has_credit(self) -> bool:
         return self._credit > 0
 
+    def can_start(self, num_rows: int) -> bool:
+        """Is there credit for a host's drafts that fail at once? By the time that is known, the
+        next ones are on their way."""
+        price = 2 * (self._with_excess(num_rows, 1) - self._plain(num_rows))
+        return self._credit >= min(price, MAX_CREDIT * self._plain(num_rows))
+
     def relative_cost(self, num_rows: int) -> float:
         """What one more draft of one request costs, by what one more token is worth."""
-        most, plain = self._step_seconds(num_rows)[-1], self._plain(num_rows)
+        most, plain = self._factor * self._step_seconds(num_rows)[-1], self._plain(num_rows)
         return (most - plain) / plain / self._config.num_speculative_tokens
 
     # -- the speed-up, for people
@@ -163,9 +192,7 @@ class DraftController:
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         """What a step takes that verifies so many drafts of each request, their proposing included;
         0 where no costs were measured."""
-        if not self._measured:
-            return 0.0
-        return self._lookup(num_rows, num_drafts) + self._host(num_rows)
+        return self._with_excess(num_rows, num_drafts) if self._measured else 0.0
 
     def plain_seconds(self, num_rows: int) -> float:
         """What a plain step takes; 0 where no costs were measured."""
@@ -189,17 +216,17 @@ class DraftController:
     def _pay_in(self, seconds: float) -> None:
         self._credit = min(self._credit + seconds, MAX_CREDIT * self._plain(self._num_rows))
 
-    def _host(self, num_rows: int) -> float:
-        return self._host_seconds + num_rows * self._host_seconds_per_row
-
     def _plain(self, num_rows: int) -> float:
-        return self._step_seconds(num_rows)[0]
+        return self._factor * self._step_seconds(num_rows)[0]
 
     def _lookup(self, num_rows: int, num_drafts: int) -> float:
         """Of a step whose requests have up to ``num_drafts`` drafts."""
         counts = self._config.draft_counts
         place = next((place for place, count in enumerate(counts) if count >= num_drafts), -1)
-        return self._step_seconds(num_rows)[place]
+        return self._factor * self._step_seconds(num_rows)[place]
+
+    def _with_excess(self, num_rows: int, num_drafts: int) -> float:
+        return self._lookup(num_rows, num_drafts) + (self._excess if num_drafts else 0.0)
 
     def _step_seconds(self, num_rows: int) -> tuple[float, ...]:
         known = self._seconds.get(num_rows)

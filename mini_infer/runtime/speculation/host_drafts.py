@@ -1,14 +1,16 @@
 """When a host's proposer is asked, and what of its answers is verified.
 
-A host's drafts go on from tokens that it knows. While they are on, no step is scheduled while
-another is in flight; so they have to be worth more than that overlap. While they are off, the
-proposer is tried in the shadow: it proposes now and then, what comes is compared with that, and no
-step is longer for it.
+A host's proposer goes on from tokens that it knows. While a step is in flight, the last ones are
+not known yet: so it is asked for more, and what it says first stands for those in flight. Where it
+is wrong about them, the drafts behind fail too; but no step ever waits for the host. While drafts
+are off, the proposer is tried in the shadow: it proposes now and then, what comes is compared with
+that, and no step is longer for it.
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from mini_infer.core.errors import ProposerError
@@ -35,16 +37,43 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class _Path:
+    """What a proposer says a request's next tokens are."""
+
+    start: int
+    """Known tokens when it did."""
+    num_in_flight: int
+    """So many of the path's tokens were sampled by steps in flight; the others are drafts."""
+    token_ids: tuple[int, ...]
+    num_sent: int = 0
+    """Drafts that a step verifies."""
+
+    @property
+    def first_place(self) -> int:
+        """Where the first draft is to stand."""
+        return self.start + self.num_in_flight
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        return self.token_ids[self.num_in_flight :]
+
+    def num_right(self, token_ids: list[int]) -> int:
+        """Tokens of the path that came, up to the first that did not."""
+        return _num_equal(self.token_ids, token_ids[self.start : self.start + len(self.token_ids)])
+
+
+@dataclass(slots=True)
 class _Row:
-    """One request: its last proposal, until it is known what came, and how all of them fared."""
+    """One request: what was proposed, until it is known what came, and how all of it fared."""
 
     record: DraftRecord
     survival: list[float]
     expected: list[float]
     """Those of ``record``."""
-    start: int = 0
-    """Known tokens when the last proposal was made."""
-    drafts: tuple[int, ...] = ()
+    trial: _Path | None = None
+    """In the shadow."""
+    sent: deque[_Path] = field(default_factory=deque)
+    """Those of steps in flight that verify drafts, the oldest first."""
     due: int = 0
     """Known tokens at which to make the next trial."""
     num_failures: int = 0
@@ -73,40 +102,47 @@ class HostDrafts:
         self._failed = False
 
     def drafting(self, num_rows: int) -> bool:
-        """Should the next step, of so many decoding requests, have drafts? Then it is to be
-        scheduled when nothing is in flight, with what ``propose`` says."""
+        """Should the next step, of so many decoding requests, have drafts?"""
         self._num_rows = num_rows
         if self._failed or not 1 <= num_rows <= MAX_SPECULATING_ROWS:
             return False
         if self._adaptive:
             expected, share = self._forecast.of_step(num_rows)
-            _, gain = self._controller.best(num_rows, expected, share)
-            needed = STAY_GAIN if self._on else START_GAIN
-            self._on = gain > needed and self._controller.has_credit
+            count, gain = self._controller.best(num_rows, expected, share)
+            if self._on:
+                self._on = count > 0 and self._controller.has_credit
+            else:
+                self._on = gain > START_GAIN and self._controller.can_start(num_rows)
         return self._on
 
     def propose(self, requests: Sequence[Request], room: Sequence[int]) -> list[tuple[int, ...]]:
         """The drafts of each request's next step, at most ``room`` of each (none where that is
         below 0): as many as are worth their time, by how those before fared."""
-        room = [max(0, most) for most in room]
-        proposals = self._ask(requests)
-        if proposals is None:
+        paths = self._ask(requests)
+        if paths is None:
             return [()] * len(requests)
-        if not self._adaptive:
-            return [drafts[:most] for drafts, most in zip(proposals, room, strict=True)]
         rows = [self._row(request) for request in requests]
-        for row, request, drafts in zip(rows, requests, proposals, strict=True):
-            self._begin(row, len(request.token_ids), drafts)
-        lengths = self._lengths(rows, room)
-        self._controller.charge(len(rows), max(lengths, default=0))
-        return [drafts[:length] for drafts, length in zip(proposals, lengths, strict=True)]
+        fitting = [
+            max(0, min(len(path.drafts), most)) if _fits(row, request, path) else 0
+            for row, request, path, most in zip(rows, requests, paths, room, strict=True)
+        ]
+        lengths = self._lengths(rows, fitting) if self._adaptive else fitting
+        for row, path, length in zip(rows, paths, lengths, strict=True):
+            path.num_sent = length
+            if length:
+                row.sent.append(path)
+        return [path.drafts[: path.num_sent] for path in paths]
 
-    def verified(self, request: Request, num_drafts: int, num_accepted: int, num_rows: int) -> None:
-        """A step of ``num_rows`` requests verified drafts of this one, whose ``token_ids`` have
-        what it brought."""
+    def verified(self, request: Request, place: int, num_accepted: int) -> None:
+        """A step verified drafts of this request, the first of which was to stand at ``place``; its
+        ``token_ids`` have what it brought."""
+        row = self._row(request)
+        while row.sent and row.sent[0].first_place <= place:
+            path = row.sent.popleft()
+            if path.first_place == place:  # else it was never sent, as its blocks had no room
+                self._settle(row, path, request.token_ids)
+        row.trial = None
         if self._adaptive:
-            row = self._row(request)
-            self._settle(row, request.token_ids)
             self._forecast.add(row)
             self._controller.earn(num_accepted)
 
@@ -117,29 +153,40 @@ class HostDrafts:
         row = self._row(request)
         self._forecast.add(row)
         num_known = len(request.token_ids)
-        if row.drafts and num_known > row.start:
-            open_ended = not self._on and num_known < row.start + len(row.drafts)
-            if open_ended and row.drafts[num_known - row.start - 1] == request.token_ids[-1]:
+        if row.trial is not None:
+            num_came = num_known - row.trial.start
+            if row.trial.num_right(request.token_ids) == num_came < len(row.trial.token_ids):
                 return  # it may be right to its end
-            self._settle(row, request.token_ids)
-        if self._on or num_known < row.due:
+            self._settle(row, row.trial, request.token_ids)
+            row.trial = None
+        if num_known < row.due or request.num_in_flight_drafts:
             return
         if (num_known // STRETCH + request.arrival) % max(1, self._num_rows // TRIED_ROWS):
             row.due = num_known + STRETCH - num_known % STRETCH  # now it is other requests' turn
             return
-        proposals = self._ask([request])
-        if proposals is not None:
-            self._begin(row, num_known, proposals[0])
+        paths = self._ask([request])
+        if paths is None:
+            return
+        if paths[0].drafts:
+            [row.trial] = paths
+        else:
+            self._settle(row, paths[0], request.token_ids)
 
-    def _ask(self, requests: Sequence[Request]) -> list[tuple[int, ...]] | None:
-        """A proposal for each; None where the proposer failed."""
+    def _ask(self, requests: Sequence[Request]) -> list[_Path] | None:
+        """What the proposer says of each; None where it failed."""
+        most_in_flight = max(request.num_in_flight_tokens for request in requests)
         try:
-            proposals = self._proposer.propose(requests, self._num_drafts)
+            proposals = self._proposer.propose(requests, most_in_flight + self._num_drafts)
         except ProposerError as error:
             self._failed = True
             logger.error("%s; the engine goes on without it: mend it, and start anew", error)
             return None
-        return [tuple(drafts) for drafts in proposals]
+        paths = []
+        for request, token_ids in zip(requests, proposals, strict=True):
+            ahead = request.num_in_flight_tokens
+            path = tuple(token_ids)[: ahead + self._num_drafts]
+            paths.append(_Path(len(request.token_ids), ahead, path))
+        return paths
 
     def _lengths(self, rows: Sequence[_Row], room: Sequence[int]) -> list[int]:
         """How many of each request's drafts to verify. One costs its share of what a step takes
@@ -149,7 +196,7 @@ class HostDrafts:
         lengths = []
         for row, most in zip(rows, room, strict=True):
             length = 0
-            for likelihood in row.survival[: min(len(row.drafts), most)]:
+            for likelihood in row.survival[:most]:
                 if likelihood < cost:
                     break
                 expected[length] += likelihood
@@ -165,36 +212,47 @@ class HostDrafts:
             row = self._rows[request] = _Row(record, record.survival(), record.expected())
         return row
 
-    def _begin(self, row: _Row, num_known: int, drafts: tuple[int, ...]) -> None:
-        """A proposal was made; if it is empty, that is all there is to know about it."""
-        row.start, row.drafts = num_known, drafts
-        if not drafts:
-            self._learn(row, 0, 0, 0)
+    def _settle(self, row: _Row, path: _Path, token_ids: list[int]) -> None:
+        """Compares a path with what came, as far as it is known: as if all its drafts had been
+        verified behind what was in flight."""
+        num_drafts, num_came = len(path.drafts), len(token_ids) - path.first_place
+        num_right = max(0, path.num_right(token_ids) - path.num_in_flight)
+        self._learn(row, path.start, num_drafts, min(num_drafts, max(1, num_came)), num_right)
 
-    def _settle(self, row: _Row, token_ids: list[int]) -> None:
-        """Compares the last proposal with what came, as far as it is known."""
-        drafts, row.drafts = row.drafts, ()
-        came = token_ids[row.start : row.start + len(drafts)]
-        num_right = 0
-        for draft, token_id in zip(drafts, came, strict=False):
-            if draft != token_id:
-                break
-            num_right += 1
-        self._learn(row, len(drafts), len(came), num_right)
-
-    def _learn(self, row: _Row, num_drafts: int, num_judged: int, num_right: int) -> None:
-        """Records what came of a proposal, and when the next trial is due.
+    def _learn(
+        self, row: _Row, start: int, num_drafts: int, num_judged: int, num_right: int
+    ) -> None:
+        """Records what came of drafts, and when the next trial is due, behind ``start`` tokens.
 
         Where no trial is made for a while, as many failed, the last one stands for all those that
         would have failed.
         """
         row.num_failures = 0 if num_right else row.num_failures + 1
         gap = 1 + num_right + min(row.num_failures // PATIENCE, MAX_PAUSE)
-        row.due = row.start + gap
+        row.due = start + gap
         weight = 1.0 if self._on or num_right else float(gap)
         row.record.add(num_drafts, num_judged, num_right, weight)
         row.survival, row.expected = row.record.survival(), row.record.expected()
         self._latest = row.record
+
+
+def _fits(row: _Row, request: Request, path: _Path) -> bool:
+    """May drafts stand behind what is in flight, by what is known of it?"""
+    if not request.num_in_flight_drafts:
+        return True
+    if request.grammar is not None or not row.sent:
+        return False  # masks are for the drafts at the places for which they were made
+    # The drafts in flight have to be right, or nobody on the host knows where these would stand.
+    sent = row.sent[-1]
+    expected = sent.token_ids[: sent.num_in_flight + sent.num_sent]
+    said = (*request.token_ids[sent.start :], *path.token_ids)
+    return _num_equal(expected, said) == len(expected)
+
+
+def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens they begin with in common."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(some), len(others)))
 
 
 class _Forecast:

@@ -17,9 +17,9 @@ from mini_infer.runtime.speculation.load import load_proposer
 class Speculation:
     """Belongs to a scheduler.
 
-    A host's proposer goes on from known tokens, so a step with its drafts is scheduled once nothing
-    is in flight. A device's leaves drafts behind one step, which the next one verifies; how many it
-    shall leave is decided here, a step ahead.
+    A host's proposer goes on from known tokens, over those in flight, and the step that is planned
+    verifies its drafts. A device's leaves drafts behind one step, which the next one verifies; how
+    many it shall leave is decided here, a step ahead.
     """
 
     def __init__(
@@ -28,26 +28,22 @@ class Speculation:
         assert config.speculative_config is not None
         self._config = config.speculative_config
         self._max_step_tokens = config.max_num_batched_tokens
+        self._is_pipelined = config.is_pipelined
         self._events = events
-        overlaps = config.depth > 1 and not self._config.on_device  # but for steps with drafts
-        host_seconds = costs.host if costs is not None and overlaps else 0.0
-        self._controller = DraftController(self._config, costs, host_seconds)
+        self._controller = DraftController(self._config, costs)
         self._host: HostDrafts | None = None
         if not self._config.on_device:
             proposer = load_proposer(self._config, config.model_config.vocab_size)
             self._host = HostDrafts(self._config, proposer, self._controller)
+        self._last_end: float | None = None
+        """When the last step was over; None where the engine was idle since."""
         self._num_proposed = 0
         self._share = 0
         """Drafts that each decoding request may have verified in a step."""
         self._proposals: dict[str, tuple[int, ...]] = {}
 
-    def waits(self, num_rows: int) -> bool:
-        """Do the drafts of the next step, of so many decoding requests, need the tokens that are in
-        flight?"""
-        return self._host is not None and num_rows > 0 and self._host.drafting(num_rows)
-
     def plan_step(
-        self, decoding: Sequence[Request], num_prefilling: int, others_wait: bool, in_flight: bool
+        self, decoding: Sequence[Request], num_prefilling: int, others_wait: bool
     ) -> bool:
         """Decides on the drafts of a step of these requests, and of others that may enter if
         ``others_wait``. Can it have any?"""
@@ -59,12 +55,12 @@ class Speculation:
         self._proposals.clear()
         if decoding:
             self._controller.pass_step(len(decoding))
-        if not in_flight and self.waits(len(decoding)):
-            room = [min(self._room(request), self._share) for request in decoding]
-            proposals = self._host.propose(decoding, room)
-            for request, token_ids in zip(decoding, proposals, strict=True):
-                if token_ids:
-                    self._proposals[request.request_id] = token_ids
+            if self._host.drafting(len(decoding)):
+                room = [min(self._room(request), self._share) for request in decoding]
+                proposals = self._host.propose(decoding, room)
+                for request, token_ids in zip(decoding, proposals, strict=True):
+                    if token_ids:
+                        self._proposals[request.request_id] = token_ids
         return bool(self._proposals)
 
     def drafts_of(self, request: Request, num_new_tokens: int) -> ChunkDrafts:
@@ -93,6 +89,23 @@ class Speculation:
         free = max(0, self._max_step_tokens - num_decoding)
         return (free // 2 if is_shared else free) // max(1, num_decoding)
 
+    def wake(self) -> None:
+        """The engine was idle until now: that time was no step's."""
+        self._last_end = None
+
+    def end_step(self, chunks: Sequence[Chunk], now: float) -> None:
+        """A step of these chunks is over by ``now``. From one end to the next is what a step really
+        takes, whether the device was busy all the time or waited for the host."""
+        last_end, self._last_end = self._last_end, now
+        decoding = [c for c in chunks if c.samples and c.num_new_tokens == 1 + c.num_drafts]
+        if self._host is None or not decoding:
+            return
+        seconds = None if last_end is None else now - last_end
+        if len(decoding) < len(chunks) or self._is_pipelined:  # prompts, or other steps, take some
+            seconds = None
+        num_drafts = max(chunk.num_drafts for chunk in decoding)
+        self._controller.end_step(len(decoding), num_drafts, seconds)
+
     def take_in(self, request: Request, chunk: Chunk, num_tokens: int, num_rows: int) -> None:
         """A step of ``num_rows`` requests gave this one ``num_tokens``, of which all but one were
         drafts."""
@@ -104,7 +117,8 @@ class Speculation:
         seconds = self._controller.seconds(num_rows, chunk.num_drafts)
         plain_seconds = num_tokens * self._controller.plain_seconds(num_rows)
         if self._host is not None:
-            self._host.verified(request, chunk.num_drafts, num_accepted, num_rows)
+            place = chunk.num_computed_tokens + chunk.num_new_tokens - chunk.num_drafts
+            self._host.verified(request, place, num_accepted)
         else:
             self._controller.record(chunk.num_drafts, num_accepted)
         if self._events.wants(DraftsVerified):

@@ -85,12 +85,10 @@ class HostRun:
         proposer: Proposer,
         config: SpeculativeConfig,
         costs: StepCosts,
-        host_seconds: float = 0.2,
     ) -> None:
-        self.controller = DraftController(config, costs, host_seconds)
+        self.controller = DraftController(config, costs)
         self.drafts = HostDrafts(config, proposer, self.controller)
         self.costs = costs
-        self.host_seconds = host_seconds
         self.num_steps = self.num_steps_with_drafts = self.num_drafts = 0
         self.seconds = self.plain_seconds = 0.0
 
@@ -111,7 +109,6 @@ class HostRun:
         self.controller.pass_step(num_rows)
         if self.drafts.drafting(num_rows):
             self.num_steps_with_drafts += 1
-            self.seconds += self.host_seconds
             room = [
                 len(text) - request.num_output_tokens - 1
                 for request, text in zip(requests, texts, strict=True)
@@ -121,15 +118,17 @@ class HostRun:
         most = max(map(len, proposals))
         self.num_drafts += sum(map(len, proposals))
         self.seconds += self.costs.verify_seconds(num_rows, most)
+        self.controller.end_step(num_rows, most, None)
         for request, text, proposal in zip(requests, texts, proposals, strict=True):
             rest = text[request.num_output_tokens :]
             accepted = 0
             while accepted < len(proposal) and proposal[accepted] == rest[accepted]:
                 accepted += 1
+            place = len(request.token_ids)
             request.token_ids.extend(rest[: accepted + 1])
             self.plain_seconds += (accepted + 1) * plain_seconds / num_rows
             if proposal:
-                self.drafts.verified(request, len(proposal), accepted, num_rows)
+                self.drafts.verified(request, place, accepted)
             else:
                 self.drafts.watch(request)
 

@@ -48,7 +48,10 @@ def test_acceptance_that_is_measured_decides() -> None:
 def test_a_batch_that_grows_has_fewer_drafts_and_then_none() -> None:
     ours = controller(make_costs(verify=0.2, propose=0.1))
     teach(ours, num_accepted=3)
-    counts = [ours.num_drafts(num_rows) for num_rows in (1, 8, 16, 32, 64)]
+    counts = []
+    for num_rows in (1, 8, 16, 32, 64):
+        counts.append(ours.num_drafts(num_rows))
+        teach(ours, num_accepted=3, num_times=num_rows)
     assert counts == sorted(counts, reverse=True)
     assert counts[0] >= 3
     assert counts[-1] == 0
@@ -185,11 +188,22 @@ def test_seconds_are_those_of_the_costs() -> None:
     assert ours.seconds(8, 2) == costs.verify_seconds(8, 2) + costs.propose_seconds(8, 2)
 
 
-def test_a_hosts_step_takes_longer_by_the_time_of_the_host_and_proposes_nothing() -> None:
+def test_a_hosts_step_takes_what_it_is_seen_to_take() -> None:
     costs = make_costs()
-    ours = DraftController(SpeculativeConfig(method="ngram"), costs, host_seconds=0.25)
-    assert ours.seconds(8, 2) == pytest.approx(costs.verify_seconds(8, 2) + 0.25, abs=0.001)
-    assert ours.plain_seconds(8) == costs.verify_seconds(8, 0)
+    ours = DraftController(SpeculativeConfig(method="ngram"), costs)
+    assert ours.seconds(8, 2) == costs.verify_seconds(
+        8, 2
+    )  # the host's proposals are not the device's
+    for _ in range(99):
+        ours.end_step(8, 0, 1.1 * costs.verify_seconds(8, 0))
+    for _ in range(99):
+        ours.end_step(8, 2, 1.1 * costs.verify_seconds(8, 2) + 0.25)
+    assert ours.plain_seconds(8) == pytest.approx(1.1 * costs.verify_seconds(8, 0), rel=0.01)
+    assert ours.seconds(8, 2) == pytest.approx(1.1 * costs.verify_seconds(8, 2) + 0.25, rel=0.01)
+    before = ours.seconds(8, 2)
+    ours.end_step(8, 2, None)  # nobody knows
+    ours.end_step(8, 2, 1000.0)  # something else happened
+    assert before < ours.seconds(8, 2) < before + 0.2
 
 
 def test_without_costs_it_assumes_some_and_tells_none() -> None:
