@@ -21,9 +21,7 @@ from mini_infer.runtime.speculation.draft_record import DraftRecord
 from mini_infer.runtime.speculation.proposer import Proposer
 
 START_GAIN = 1.025
-STAY_GAIN = 0.99
-"""Predicted speed-up at which drafts are switched on, and below which off again. They are not given
-up for a few steps in which they lost a little."""
+"""Predicted speed-up at which drafts are switched on. They stay on as long as there is any."""
 TRIED_ROWS = 8
 STRETCH = 32
 """In the shadow, so many requests are tried at a time, and of more each in its turn, for so many
@@ -47,6 +45,8 @@ class _Path:
     token_ids: tuple[int, ...]
     num_sent: int = 0
     """Drafts that a step verifies."""
+    is_lost: bool = False
+    """They stand behind others that were wrong."""
 
     @property
     def first_place(self) -> int:
@@ -58,8 +58,10 @@ class _Path:
         return self.token_ids[self.num_in_flight :]
 
     def num_right(self, token_ids: list[int]) -> int:
-        """Tokens of the path that came, up to the first that did not."""
-        return _num_equal(self.token_ids, token_ids[self.start : self.start + len(self.token_ids)])
+        """Drafts that came, up to the first that did not: they may, also where what is in flight
+        was foretold wrong."""
+        came = token_ids[self.first_place : self.first_place + len(self.drafts)]
+        return _num_equal(self.drafts, came)
 
 
 @dataclass(slots=True)
@@ -123,14 +125,21 @@ class HostDrafts:
             return [()] * len(requests)
         rows = [self._row(request) for request in requests]
         fitting = [
-            max(0, min(len(path.drafts), most)) if _fits(row, request, path) else 0
-            for row, request, path, most in zip(rows, requests, paths, room, strict=True)
+            _fits(row, request, path)
+            for row, request, path in zip(rows, requests, paths, strict=True)
         ]
-        lengths = self._lengths(rows, fitting) if self._adaptive else fitting
-        for row, path, length in zip(rows, paths, lengths, strict=True):
+        lengths = [
+            max(0, min(len(path.drafts), most)) if fits else 0
+            for path, most, fits in zip(paths, room, fitting, strict=True)
+        ]
+        if self._adaptive:
+            lengths = self._lengths(rows, lengths)
+        for row, path, length, fits in zip(rows, paths, lengths, fitting, strict=True):
             path.num_sent = length
             if length:
                 row.sent.append(path)
+            elif fits and row.trial is None:
+                self._begin(row, path)
         return [path.drafts[: path.num_sent] for path in paths]
 
     def verified(self, request: Request, place: int, num_accepted: int) -> None:
@@ -140,7 +149,13 @@ class HostDrafts:
         while row.sent and row.sent[0].first_place <= place:
             path = row.sent.popleft()
             if path.first_place == place:  # else it was never sent, as its blocks had no room
-                self._settle(row, path, request.token_ids)
+                if path.is_lost:
+                    self._learn(row, path.start, 0, 0, 0)
+                else:
+                    self._settle(row, path, request.token_ids)
+                if num_accepted < path.num_sent:
+                    for later in row.sent:
+                        later.is_lost = True
         row.trial = None
         if self._adaptive:
             self._forecast.add(row)
@@ -154,23 +169,20 @@ class HostDrafts:
         self._forecast.add(row)
         num_known = len(request.token_ids)
         if row.trial is not None:
-            num_came = num_known - row.trial.start
-            if row.trial.num_right(request.token_ids) == num_came < len(row.trial.token_ids):
+            num_came = num_known - row.trial.first_place
+            num_right = row.trial.num_right(request.token_ids)
+            if num_came <= 0 or num_right == num_came < len(row.trial.drafts):
                 return  # it may be right to its end
             self._settle(row, row.trial, request.token_ids)
             row.trial = None
-        if num_known < row.due or request.num_in_flight_drafts:
+        if self._on or num_known < row.due or request.num_in_flight_drafts:
             return
         if (num_known // STRETCH + request.arrival) % max(1, self._num_rows // TRIED_ROWS):
             row.due = num_known + STRETCH - num_known % STRETCH  # now it is other requests' turn
             return
         paths = self._ask([request])
-        if paths is None:
-            return
-        if paths[0].drafts:
-            [row.trial] = paths
-        else:
-            self._settle(row, paths[0], request.token_ids)
+        if paths is not None:
+            self._begin(row, paths[0])
 
     def _ask(self, requests: Sequence[Request]) -> list[_Path] | None:
         """What the proposer says of each; None where it failed."""
@@ -212,12 +224,19 @@ class HostDrafts:
             row = self._rows[request] = _Row(record, record.survival(), record.expected())
         return row
 
+    def _begin(self, row: _Row, path: _Path) -> None:
+        """Tries a path; if it has no drafts, that is all there is to know about it."""
+        if path.drafts:
+            row.trial = path
+        else:
+            self._learn(row, path.start, 0, 0, 0)
+
     def _settle(self, row: _Row, path: _Path, token_ids: list[int]) -> None:
-        """Compares a path with what came, as far as it is known: as if all its drafts had been
-        verified behind what was in flight."""
+        """Compares a path's drafts with what came, as far as it is known: all of them, as if no
+        fewer had been verified."""
         num_drafts, num_came = len(path.drafts), len(token_ids) - path.first_place
-        num_right = max(0, path.num_right(token_ids) - path.num_in_flight)
-        self._learn(row, path.start, num_drafts, min(num_drafts, max(1, num_came)), num_right)
+        num_judged = min(num_drafts, max(1, num_came))
+        self._learn(row, path.start, num_drafts, num_judged, path.num_right(token_ids))
 
     def _learn(
         self, row: _Row, start: int, num_drafts: int, num_judged: int, num_right: int
@@ -243,10 +262,14 @@ def _fits(row: _Row, request: Request, path: _Path) -> bool:
     if request.grammar is not None or not row.sent:
         return False  # masks are for the drafts at the places for which they were made
     # The drafts in flight have to be right, or nobody on the host knows where these would stand.
-    sent = row.sent[-1]
-    expected = sent.token_ids[: sent.num_in_flight + sent.num_sent]
-    said = (*request.token_ids[sent.start :], *path.token_ids)
-    return _num_equal(expected, said) == len(expected)
+    said = (*request.token_ids[row.sent[0].start :], *path.token_ids)
+    for sent in row.sent:
+        drafts = sent.drafts[: sent.num_sent]
+        if sent.is_lost or _num_equal(drafts, said[sent.first_place - row.sent[0].start :]) < len(
+            drafts
+        ):
+            return False
+    return True
 
 
 def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
