@@ -116,11 +116,12 @@ def steady() -> Iterator[tuple[list[int], SamplingParams]]:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("name", ["some right", "ngram"])
 def test_a_steady_step_never_waits_for_the_device(
-    folder: Path, enforce_eager: bool, edits: bool
+    folder: Path, name: str, enforce_eager: bool, edits: bool
 ) -> None:
     """Where its rows begin, only the device knows: whoever asked would wait."""
-    options = {"speculative_config": speculation("some right"), "enforce_eager": enforce_eager}
+    options = {"speculative_config": speculation(name), "enforce_eager": enforce_eager}
     with open_llm(folder, **options) as llm:
         assert llm.engine.config.depth == 2
         for index, (prompt, params) in enumerate(steady()):
