@@ -140,7 +140,7 @@ def test_few_keys_beside_the_queries_of_many_drafts(
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (16, 8), (9, 3), (32, 2), (6, 6)]
+    ("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (16, 8), (9, 3), (32, 2), (6, 6), (32, 32)]
 )
 def test_each_way_of_splitting_short_rows_is_rehearsed(
     num_heads: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch

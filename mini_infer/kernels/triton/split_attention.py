@@ -27,10 +27,10 @@ from mini_infer.kernels.triton.tiles import Tiles, fit
 
 LEAST_KEYS = 64
 """Keys of a piece, at least: fewer cost more to weigh than to read."""
+MANY_KV_HEADS = 16
 SPLITS = True
 """Whether contexts are cut at all."""
-JOINED_DIMS = 32
-JOINED_PIECES = 64
+JOINED_DIMS, JOINED_PIECES = 32, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,13 @@ def plan_splits(
     a program has 48 KiB of shared memory at most: for more, Triton asks for another division of a
     processor's memory into cache and shared memory than the kernels before and after have, and none
     of these starts early. Where rows and heads fill the ``sms`` processors twice, small programs do
-    best, of which four share a processor.
+    best, of which four share a processor; as for few rows of many heads, whose pieces are long.
     """
     units = num_rows * num_kv_heads
     tile_rows = max(16, power_of_two(num_queries))
-    if units <= sms // 4:
+    if num_kv_heads >= MANY_KV_HEADS and units <= sms // 4 and num_queries <= 16:
+        programs, most_keys, num_warps, num_stages = 4 * sms, 32, 2, 3
+    elif units <= sms // 4:
         most_keys = 64 if tile_rows * head_bytes <= 8192 else 32  # beside so many queries
         programs, num_warps, num_stages = 2 * sms, 4, 2
     elif num_queries > 16 or units <= sms // 2 or sms < units <= 2 * sms:
