@@ -37,7 +37,7 @@ class Mailboxes:
     addresses: Tensor
     """``[N]`` int64: where each rank's are, as seen from this rank's GPU."""
     turns: Tensor
-    """``[2, max_rows]`` int32, of this rank: which turn each row is sent in next, and taken."""
+    """``[max_rows]`` int32, of this rank: which turn each row's program has next."""
     size: int
     dtype: torch.dtype
     memory: Any
@@ -47,7 +47,7 @@ class Mailboxes:
         """Is ``part [T, size]`` small enough to be sent to everybody at once?"""
         num_rows, size = part.shape
         return (
-            0 < num_rows <= self.turns.shape[1]
+            0 < num_rows <= len(self.turns)
             and size == self.size
             and part.dtype == self.dtype
             and part.is_contiguous()
@@ -122,7 +122,7 @@ def _mapped(
     return Mailboxes(
         group.rank(),
         torch.tensor(addresses, dtype=torch.int64, device=device),
-        torch.zeros(2, max_rows, dtype=torch.int32, device=device),
+        torch.zeros(max_rows, dtype=torch.int32, device=device),
         size,
         dtype,
         (own, handle),

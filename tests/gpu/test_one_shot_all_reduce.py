@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from mini_infer.kernels.triton.norm import rms_norm
-from mini_infer.kernels.triton.one_shot_all_reduce import FEW_ROWS, MAX_POLLS, sum_over_ranks
+from mini_infer.kernels.triton.one_shot_all_reduce import MAX_POLLS, sum_over_ranks
 from mini_infer.parallel.symmetric_memory import Mailboxes, open_mailboxes
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -81,7 +81,7 @@ def check_values(rank: int, device: torch.device) -> None:
     for dtype, tolerance in TOLERANCE.items():
         boxes = opened(dtype, device)
         weight = random_values(SIZE, device=device, seed=1).to(dtype)
-        for num_rows in (1, 2, 3, 7, 8, 33, 64, 65, 130, FEW_ROWS, FEW_ROWS + 1, MOST_ROWS):
+        for num_rows in (1, 2, 3, 7, 8, 33, 64, 65, 130, 600, MOST_ROWS):
             for has_residual, has_norm in ((True, True), (True, False), (False, True)):
                 parts = random_values(2, num_rows, SIZE, device=device, seed=num_rows).to(dtype)
                 start = random_values(num_rows, SIZE, device=device, seed=2).to(dtype)

@@ -30,21 +30,19 @@ import random, sys, time
 sys.path[:0] = {path!r}
 import torch
 from mini_infer.kernels.reference import rms_norm
-from mini_infer.kernels.triton import one_shot_all_reduce as one_shot
+from mini_infer.kernels.triton.one_shot_all_reduce import sum_over_ranks
 
-one_shot.FEW_ROWS, one_shot.AHEAD = 2, 1
 rank, num_ranks, max_rows, size = int(sys.argv[1]), {num_ranks}, {max_rows}, {size}
 shape = num_ranks, 2, max_rows, num_ranks - 1, size
 boxes = torch.from_file(sys.argv[2], True, torch.Size(shape).numel(), dtype=torch.int32)
 boxes = boxes.view(shape)
-turns = torch.zeros(2, max_rows, dtype=torch.int32)
-places = torch.tensor([own.data_ptr() for own in boxes]), turns
+places = torch.tensor([own.data_ptr() for own in boxes]), torch.zeros(max_rows, dtype=torch.int32)
 weight, haste, sizes = torch.ones(size), random.Random(rank), random.Random(0)
 for call in range({num_calls}):
     torch.manual_seed(call)
     parts = torch.randn(num_ranks, sizes.randint(1, max_rows), size)
     time.sleep(haste.choice([0, 0, 0.01]))
-    total, normed = one_shot.sum_over_ranks(parts[rank], None, (weight, 1e-6), *places, rank, 2**20)
+    total, normed = sum_over_ranks(parts[rank], None, (weight, 1e-6), *places, rank, 2**20)
     assert torch.allclose(total, parts.sum(0), atol=1e-5), call
     assert torch.allclose(normed, rms_norm(total, weight, 1e-6), atol=1e-5), call
 assert (boxes[rank] == -1).all()
@@ -58,7 +56,7 @@ class Ranks:
         shape = num_ranks, 2, MAX_ROWS, num_ranks - 1, size
         self.boxes = torch.full(shape, -1, dtype=WORDS[dtype], device=DEVICE)
         self.addresses = torch.tensor([boxes.data_ptr() for boxes in self.boxes], device=DEVICE)
-        self.turns = torch.zeros(num_ranks, 2, MAX_ROWS, dtype=torch.int32, device=DEVICE)
+        self.turns = torch.zeros(num_ranks, MAX_ROWS, dtype=torch.int32, device=DEVICE)
         self.turn = [0] * MAX_ROWS
 
     def box(self, owner: int, sender: int, row: int, boxes: Tensor | None = None) -> Tensor:
@@ -96,7 +94,7 @@ class Ranks:
     def end_turn(self, num_rows: int) -> None:
         for row in range(num_rows):
             self.turn[row] = 1 - self.turn[row]
-        assert self.turns.tolist() == [[self.turn] * 2] * len(self.turns)
+        assert self.turns.tolist() == [self.turn] * len(self.turns)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -111,14 +109,8 @@ def assert_near(out: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 96), (3, 64), (4, 136)])
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_turns_of_all_ranks(
-    num_ranks: int, size: int, dtype: torch.dtype, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows come and go, so that their turns differ; with and without residual and norm. More than
-    two are sent ahead, now further than there are rows, now not."""
-    monkeypatch.setattr(one_shot, "FEW_ROWS", 2)
-    monkeypatch.setattr(one_shot, "AHEAD", ahead)
+def test_turns_of_all_ranks(num_ranks: int, size: int, dtype: torch.dtype) -> None:
+    """Rows come and go, so that their turns differ; with and without residual and norm."""
     ranks = Ranks(num_ranks, size, dtype)
     weight = random(size, dtype=dtype, seed=99)
     for call, num_rows in enumerate([1, 3, 2, 4, 4]):
@@ -155,22 +147,8 @@ def test_a_part_that_looks_like_an_empty_mailbox(dtype: torch.dtype) -> None:
     assert not (ranks.box(1, 0, 0) == -1).any()
 
 
-def test_few_rows_are_quick_to_begin_and_many_are_sent_ahead() -> None:
-    few, many = one_shot.FEW_ROWS, one_shot.FEW_ROWS + 1
-    sizes = 64, 1024, 4096, 8192
-    assert [one_shot.launch_shape(few, 2 * size) for size in sizes] == [
-        (0, 1),
-        (0, 4),
-        (0, 16),
-        (0, 16),
-    ]
-    ahead = one_shot.AHEAD
-    assert [one_shot.launch_shape(many, 2 * size) for size in sizes] == [
-        (ahead, 1),
-        (ahead, 2),
-        (ahead, 8),
-        (ahead, 16),
-    ]
+def test_warps_take_two_vectors_a_thread() -> None:
+    assert [one_shot.num_warps(2 * size) for size in (64, 1024, 4096, 16384)] == [1, 2, 8, 16]
 
 
 @pytest.mark.processes

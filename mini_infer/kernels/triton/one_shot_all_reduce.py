@@ -16,13 +16,8 @@ from mini_infer.kernels.reference import Norm
 from mini_infer.kernels.triton.launch import power_of_two, starts_early
 
 MAX_WARPS = 16
-VECTOR_BYTES = 16
-FEW_ROWS = 512
-"""About so many programs run at the same time."""
-AHEAD = 264
-"""Of many rows: what a row's way takes, in programs that start meanwhile."""
-MANY_BYTES = 32
-"""Of many rows: what a thread has of one."""
+THREAD_BYTES = 32
+"""Of a row, from all others, what a thread takes: two vectors."""
 MAX_POLLS = 2**26
 """A minute or so. Whoever watches the ranks has ended them long before."""
 
@@ -48,39 +43,7 @@ def receive(boxes, awaited, empty, max_polls):
     return bits
 
 
-@triton.jit
-def send(
-    part_ptr,
-    addresses,
-    turns_ptr,
-    row,
-    rank,
-    num_ranks,
-    max_rows,
-    peer,
-    column,
-    others,
-    word: tl.constexpr,
-    empty: tl.constexpr,
-    other_nan: tl.constexpr,
-    size: tl.constexpr,
-):
-    """Writes this rank's part of ``row`` into the mailboxes of the ``others``; returns it."""
-    turn = tl.load(turns_ptr + row)
-    here = row.to(tl.int64) * size + column
-    part = tl.load(part_ptr + here, mask=column < size, other=0.0)
-    bits = part.to(word, bitcast=True)
-    sent = tl.where(bits == empty, tl.full([], other_nan, word), bits)
-    box = (turn * max_rows + row).to(tl.int64) * (num_ranks - 1) + rank - (rank > peer)
-    theirs = tl.multiple_of(addresses.to(tl.pointer_type(word)), 16)
-    target = theirs[:, None] + (box * size)[:, None] + column[None, :]
-    tl.store(target, tl.broadcast_to(sent[None, :], target.shape), mask=others)
-    tl.debug_barrier()  # every thread has read the turn
-    tl.store(turns_ptr + row, 1 - turn)
-    return part
-
-
-@triton.jit(do_not_specialize=["rank", "num_ranks", "num_rows", "max_rows", "eps", "max_polls"])
+@triton.jit(do_not_specialize=["rank", "num_ranks", "max_rows", "eps", "max_polls"])
 def one_shot_kernel(
     part_ptr,
     residual_ptr,
@@ -91,32 +54,25 @@ def one_shot_kernel(
     turns_ptr,
     rank,
     num_ranks,
-    num_rows,
     max_rows,
     eps,
     max_polls,
     size: tl.constexpr,
     padded_size: tl.constexpr,
     padded_peers: tl.constexpr,
-    ahead: tl.constexpr,
     adds: tl.constexpr,
     has_norm: tl.constexpr,
     early: tl.constexpr,
 ):
     """A row: its sum over the ranks, with the residual, and the norm of that.
 
-    Grid: (rows + ahead,). A program sends the row of its number, then waits for what the others
-    send of the row that was sent ``ahead`` programs before, and ends that.
+    Grid: (rows,). ``mailboxes [num_ranks]`` holds addresses, one for each rank, of ``[2, max_rows,
+    num_ranks - 1, size]``: by turn, row and sender. A program owns the mailboxes of its row, and
+    counts its turns.
 
-    More programs than run at a time wait for nothing that can't come: a GPU starts them in order.
-    Of all rows that a rank is not done with, take the first, and of that rank the program that has
-    to end it. All programs before it have ended, so it has started, or starts next. What it waits
-    for was sent by programs of no higher number, of which the same is true: they have ended, or
-    this is the row that they end, too, and they send before they wait.
-
-    ``mailboxes [num_ranks]`` holds addresses, one for each rank, of ``[2, max_rows, num_ranks - 1,
-    size]``: by turn, row and sender. ``turns [2, max_rows]`` are those of rows sent and of rows
-    taken: of each number, one program reads and changes it.
+    There may be more programs than run at a time, as a GPU starts them in order. Take the first row
+    that not all ranks are done with. Its program has started on each, or is next: those before it
+    have ended. It sends before it waits, so all that it waits for comes.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
@@ -137,59 +93,28 @@ def one_shot_kernel(
     if early:
         tl.extra.cuda.gdc_wait()
 
-    if ahead == 0:
-        part = send(
-            part_ptr,
-            addresses,
-            turns_ptr,
-            row,
-            rank,
-            num_ranks,
-            max_rows,
-            peer,
-            column,
-            others,
-            word,
-            empty,
-            other_nan,
-            size,
-        )
-        here = row.to(tl.int64) * size + column
-    else:
-        if row < num_rows:
-            send(
-                part_ptr,
-                addresses,
-                turns_ptr,
-                row,
-                rank,
-                num_ranks,
-                max_rows,
-                peer,
-                column,
-                others,
-                word,
-                empty,
-                other_nan,
-                size,
-            )
-        row -= ahead
-        if row < 0:
-            return
-        here = row.to(tl.int64) * size + column
-        part = tl.load(part_ptr + here, mask=inside, other=0.0)
+    turn = tl.load(turns_ptr + row)
+    here = row.to(tl.int64) * size + column
+    part = tl.load(part_ptr + here, mask=inside, other=0.0)
     if adds:
         residual = tl.load(residual_ptr + here, mask=inside, other=0.0)
+    row_boxes = (turn * max_rows + row).to(tl.int64) * (num_ranks - 1)
 
-    turn = tl.load(turns_ptr + max_rows + row)
-    box = (turn * max_rows + row).to(tl.int64) * (num_ranks - 1) + peer - (peer > rank)
+    bits = part.to(word, bitcast=True)
+    sent = tl.where(bits == empty, tl.full([], other_nan, word), bits)
+    theirs = tl.multiple_of(addresses.to(tl.pointer_type(word)), 16)
+    box = row_boxes + rank - (rank > peer)  # a rank sends itself nothing, and has no box for that
+    target = theirs[:, None] + (box * size)[:, None] + column[None, :]
+    tl.store(target, tl.broadcast_to(sent[None, :], target.shape), mask=others)
+
     ours = tl.multiple_of(own_address.to(tl.pointer_type(word)), 16)
+    box = row_boxes + peer - (peer > rank)
     boxes = ours + (box * size)[:, None] + column[None, :]
     received = receive(boxes, others, empty, max_polls)
     # The sender's next turn but one begins after our next turn, hence after this kernel.
     tl.store(boxes, tl.full(boxes.shape, empty, word), mask=others)
     tl.debug_barrier()  # every thread has read the turn
-    tl.store(turns_ptr + max_rows + row, 1 - turn)
+    tl.store(turns_ptr + row, 1 - turn)
 
     parts = received.to(dtype, bitcast=True).to(tl.float32)
     if padded_peers == 1:
@@ -220,8 +145,8 @@ def sum_over_ranks(
     """See ``reference.sum_of_parts``, whose parts are every rank's ``part [T, size]``.
 
     The sum is ``residual`` itself where that is given, else a new tensor. All ranks make the same
-    calls, one after the other. ``mailboxes [N]`` and ``turns [2, max_rows]`` are the ``addresses``
-    and ``turns`` of ``parallel.symmetric_memory.Mailboxes``.
+    calls, one after the other. ``mailboxes [N]`` and ``turns [max_rows]`` are the ``addresses`` and
+    ``turns`` of ``parallel.symmetric_memory.Mailboxes``.
     """
     num_rows, size = part.shape
     num_ranks = len(mailboxes)
@@ -229,9 +154,9 @@ def sum_over_ranks(
     normed = None if norm is None else part.new_empty(num_rows, size)
     weight, eps = (part, 0.0) if norm is None else norm
     padded_size = power_of_two(size)
-    ahead, num_warps = launch_shape(num_rows, padded_size * part.element_size())
+    padded_peers = 1 if num_ranks == 2 else power_of_two(num_ranks)
     early = starts_early(part.device)
-    one_shot_kernel[num_rows + ahead,](
+    one_shot_kernel[num_rows,](
         part,
         out,
         weight,
@@ -241,26 +166,21 @@ def sum_over_ranks(
         turns,
         rank,
         num_ranks,
-        num_rows,
-        turns.shape[1],
+        len(turns),
         eps,
         max_polls,
         size=size,
         padded_size=padded_size,
-        padded_peers=1 if num_ranks == 2 else power_of_two(num_ranks),
-        ahead=ahead,
+        padded_peers=padded_peers,
         adds=residual is not None,
         has_norm=norm is not None,
         early=early,
-        num_warps=num_warps,
+        num_warps=num_warps(padded_peers * padded_size * part.element_size()),
         launch_pdl=early,
     )
     return out, normed
 
 
-def launch_shape(num_rows: int, row_bytes: int) -> tuple[int, int]:
-    """How many programs a row is sent ahead, and warps. For few rows a thread has one vector, as
-    long as there are threads: nothing is quicker to begin. Many keep the link busy instead."""
-    if num_rows <= FEW_ROWS:
-        return 0, min(MAX_WARPS, max(1, row_bytes // (VECTOR_BYTES * 32)))
-    return AHEAD, min(MAX_WARPS, max(1, row_bytes // (MANY_BYTES * 32)))
+def num_warps(tile_bytes: int) -> int:
+    """Two vectors for each thread, as long as there are threads."""
+    return min(MAX_WARPS, max(1, tile_bytes // (THREAD_BYTES * 32)))
