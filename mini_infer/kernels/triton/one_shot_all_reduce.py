@@ -70,9 +70,10 @@ def one_shot_kernel(
     num_ranks - 1, size]``: by turn, row and sender. A program owns the mailboxes of its row, and
     counts its turns.
 
-    There may be more programs than run at a time, as a GPU starts them in order. Take the first row
-    that not all ranks are done with. Its program has started on each, or is next: those before it
-    have ended. It sends before it waits, so all that it waits for comes.
+    There may be more programs than run at a time, as GPUs start them in order (which all do, though
+    no manual says so). Take the first row that not all ranks are done with. Its program has started
+    on each, or is next: those before it have ended. It sends before it waits, so all that it waits
+    for comes.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
