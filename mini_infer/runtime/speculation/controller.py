@@ -40,6 +40,8 @@ PLAIN_MEMORY = 64
 DRAFT_MEMORY = 16
 """In steps: what those that were measured at start-up count for, beside those that are timed; and
 how many of the latter are remembered."""
+EXCESS_KEPT = 0.998
+"""By each plain step, of what drafts took longer: nobody knows whether they still would."""
 ASSUMED_COSTS = StepCosts(
     rows=(1, MAX_SPECULATING_ROWS),
     drafts=(0, 16),
@@ -52,7 +54,7 @@ step. The unit is a plain step of one request."""
 
 class DraftController:
     """Decides from what was accepted so far and from what steps cost. Deterministic: the same
-    verifications in the same order lead to the same decisions.
+    verifications, and times of steps, in the same order lead to the same decisions.
 
     Whatever acceptance does, time is lost within bounds: a credit pays for what drafts cost beyond
     a plain step, and accepted drafts and a small share of plain time pay into it. Without credit
@@ -165,6 +167,7 @@ class DraftController:
             else:
                 self._num_plain = min(self._num_plain + 1, PLAIN_MEMORY)
                 self._factor *= 1.0 + (max(took / plain, 0.5) - 1.0) / self._num_plain
+                self._excess *= EXCESS_KEPT
         if num_drafts:
             self._credit += plain - took
 

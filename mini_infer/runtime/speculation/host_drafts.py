@@ -17,6 +17,7 @@ from mini_infer.core.errors import ProposerError
 from mini_infer.core.request import Request
 from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, SpeculativeConfig
 from mini_infer.runtime.speculation.controller import DraftController
+from mini_infer.runtime.speculation.draft_path import DraftPath
 from mini_infer.runtime.speculation.draft_record import DraftRecord
 from mini_infer.runtime.speculation.proposer import Proposer
 
@@ -35,36 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Path:
-    """What a proposer says a request's next tokens are."""
-
-    start: int
-    """Known tokens when it did."""
-    num_in_flight: int
-    """So many of the path's tokens were sampled by steps in flight; the others are drafts."""
-    token_ids: tuple[int, ...]
-    num_sent: int = 0
-    """Drafts that a step verifies."""
-    is_lost: bool = False
-    """They stand behind others that were wrong."""
-
-    @property
-    def first_place(self) -> int:
-        """Where the first draft is to stand."""
-        return self.start + self.num_in_flight
-
-    @property
-    def drafts(self) -> tuple[int, ...]:
-        return self.token_ids[self.num_in_flight :]
-
-    def num_right(self, token_ids: list[int]) -> int:
-        """Drafts that came, up to the first that did not: they may, also where what is in flight
-        was foretold wrong."""
-        came = token_ids[self.first_place : self.first_place + len(self.drafts)]
-        return _num_equal(self.drafts, came)
-
-
-@dataclass(slots=True)
 class _Row:
     """One request: what was proposed, until it is known what came, and how all of it fared."""
 
@@ -72,9 +43,9 @@ class _Row:
     survival: list[float]
     expected: list[float]
     """Those of ``record``."""
-    trial: _Path | None = None
+    trial: DraftPath | None = None
     """In the shadow."""
-    sent: deque[_Path] = field(default_factory=deque)
+    sent: deque[DraftPath] = field(default_factory=deque)
     """Those of steps in flight that verify drafts, the oldest first."""
     due: int = 0
     """Known tokens at which to make the next trial."""
@@ -83,7 +54,7 @@ class _Row:
 
 
 class HostDrafts:
-    """Belongs to one engine. Deterministic: decisions follow from tokens and step costs alone.
+    """Belongs to one engine. Deterministic: decisions follow from tokens and steps' times alone.
 
     A proposer that fails is reported once and never asked again; its requests go on without.
     """
@@ -125,7 +96,7 @@ class HostDrafts:
             return [()] * len(requests)
         rows = [self._row(request) for request in requests]
         fitting = [
-            _fits(row, request, path)
+            path.fits_behind(row.sent, request)
             for row, request, path in zip(rows, requests, paths, strict=True)
         ]
         lengths = [
@@ -184,7 +155,7 @@ class HostDrafts:
         if paths is not None:
             self._begin(row, paths[0])
 
-    def _ask(self, requests: Sequence[Request]) -> list[_Path] | None:
+    def _ask(self, requests: Sequence[Request]) -> list[DraftPath] | None:
         """What the proposer says of each; None where it failed."""
         most_in_flight = max(request.num_in_flight_tokens for request in requests)
         try:
@@ -197,7 +168,7 @@ class HostDrafts:
         for request, token_ids in zip(requests, proposals, strict=True):
             ahead = request.num_in_flight_tokens
             path = tuple(token_ids)[: ahead + self._num_drafts]
-            paths.append(_Path(len(request.token_ids), ahead, path))
+            paths.append(DraftPath(len(request.token_ids), ahead, path))
         return paths
 
     def _lengths(self, rows: Sequence[_Row], room: Sequence[int]) -> list[int]:
@@ -224,14 +195,14 @@ class HostDrafts:
             row = self._rows[request] = _Row(record, record.survival(), record.expected())
         return row
 
-    def _begin(self, row: _Row, path: _Path) -> None:
+    def _begin(self, row: _Row, path: DraftPath) -> None:
         """Tries a path; if it has no drafts, that is all there is to know about it."""
         if path.drafts:
             row.trial = path
         else:
             self._learn(row, path.start, 0, 0, 0)
 
-    def _settle(self, row: _Row, path: _Path, token_ids: list[int]) -> None:
+    def _settle(self, row: _Row, path: DraftPath, token_ids: list[int]) -> None:
         """Compares a path's drafts with what came, as far as it is known: all of them, as if no
         fewer had been verified."""
         num_drafts, num_came = len(path.drafts), len(token_ids) - path.first_place
@@ -253,29 +224,6 @@ class HostDrafts:
         row.record.add(num_drafts, num_judged, num_right, weight)
         row.survival, row.expected = row.record.survival(), row.record.expected()
         self._latest = row.record
-
-
-def _fits(row: _Row, request: Request, path: _Path) -> bool:
-    """May drafts stand behind what is in flight, by what is known of it?"""
-    if not request.num_in_flight_drafts:
-        return True
-    if request.grammar is not None or not row.sent:
-        return False  # masks are for the drafts at the places for which they were made
-    # The drafts in flight have to be right, or nobody on the host knows where these would stand.
-    said = (*request.token_ids[row.sent[0].start :], *path.token_ids)
-    for sent in row.sent:
-        drafts = sent.drafts[: sent.num_sent]
-        if sent.is_lost or _num_equal(drafts, said[sent.first_place - row.sent[0].start :]) < len(
-            drafts
-        ):
-            return False
-    return True
-
-
-def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens they begin with in common."""
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(some), len(others)))
 
 
 class _Forecast:

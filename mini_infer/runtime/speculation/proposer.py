@@ -15,7 +15,8 @@ class Proposer(Protocol):
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> Sequence[Sequence[int]]:
         """For each request up to ``num_drafts`` tokens, in order, that may follow its
-        ``token_ids``; fewer, or none, where it has no idea.
+        ``token_ids``; fewer, or none, where it has no idea. The first of them stand for what is in
+        flight, so there may be more than ``num_speculative_tokens``.
 
         A request is to be read only. It is one object for its whole life, so what a proposer
         remembers of it may be kept in a ``weakref.WeakKeyDictionary``.
