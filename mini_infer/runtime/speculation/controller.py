@@ -26,7 +26,7 @@ PRIOR_WEIGHT = 2.0
 """What is believed of drafts before any is verified: enough to try, and soon outweighed."""
 ALLOWANCE = 0.008
 """Share of plain decoding's time that may be lost to drafts that fail."""
-MAX_CREDIT = 8.0
+MAX_CREDIT = 4.0
 FIRST_CREDIT = 1.0
 """In plain steps: what may be lost at a stretch, and at the start."""
 PROBE_SHARE = 0.006
