@@ -115,8 +115,9 @@ def test_splits_leave_their_counters_at_zero(num_rows: int, size: int, splits: i
 def test_parts_of_lines_in_registers(
     num_rows: int, size: int, parts: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny, "plan", lambda *_: skinny.FragmentPlan(parts))
     dtype = torch.float16
+    monkeypatch.setattr(skinny, "plan", lambda *_: skinny.FragmentPlan(parts))
+    monkeypatch.setattr(skinny, "FRAGMENT_NORM_DTYPES", {dtype})
     x, weight = random(num_rows, size, dtype=dtype), random(2 * 13, size, dtype=dtype, seed=1)
     bias = random(2 * 13, dtype=dtype, seed=2) if with_bias else None
     norm = random(size, dtype=dtype, seed=3), EPS
@@ -132,13 +133,34 @@ def test_parts_of_lines_in_registers(
     assert_near(skinny.add_linear_(residual, x, weight, bias), exact_sum)
 
 
-def test_norm_of_activations_beyond_the_range_of_their_squares() -> None:
-    """Neither squares nor products with the norm's weight are rounded to float16."""
+def test_no_product_with_the_weight_of_a_norm_leaves_the_range_of_float16() -> None:
     x = random(3, 64, dtype=torch.float16) * 3000
     weight = random(11, 64, dtype=torch.float16, seed=1)
     scale = random(64, dtype=torch.float16, seed=2) * 30
     exact = reference.linear(*double(x, weight), norm=(scale.double(), EPS))
     assert_near(skinny.linear(x, weight, norm=(scale, EPS)), exact)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "parts"),
+    [
+        (1, (960, 576), None),  # plain threads
+        (2, (960, 576), 1),
+        (2, (2048, 1536), None),  # two rows, and more than one warp: plain threads again
+        (8, (2048, 1536), 4),
+        (16, (2048, 1536), 4),
+        (32, (2048, 1536), None),  # too many programs would read too many activations
+        (8, (896, 4864), 8),
+        (8, (4608, 3584), None),
+        (8, (896, 8960), None),  # no eight warps hold it
+    ],
+)
+def test_short_lines_are_held_in_registers(
+    num_rows: int, shape: tuple[int, int], parts: int | None
+) -> None:
+    weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    plan = skinny.plan(num_rows, weight, norms=shape[1] < 2048)
+    assert parts == (plan.parts if isinstance(plan, skinny.FragmentPlan) else None)
 
 
 def test_out_is_written_where_it_is_given() -> None:

@@ -37,15 +37,18 @@ WIDE = 16384
 SHORT = 3072
 """Values a line up to which a library's product is mostly start and end."""
 FUSED_NORM_ROWS = 2
-"""Up to so many rows, each program norms the activations for itself."""
+"""Up to so many rows, each program of plain threads norms the activations for itself."""
+FRAGMENT_LINES = 8
+FRAGMENT_K = 32
+MAX_FRAGMENTS = 54
+"""Tiles of eight lines or rows and 32 values, 16 bytes a thread, that a warp's registers hold."""
+MAX_ROW_BYTES = 20 << 20
+"""Of activations, that all programs together read from the cache before it shows."""
+FRAGMENT_NORM_DTYPES = {torch.bfloat16}
+"""Whose range holds activations times the weight of their norm, before these are scaled."""
 PROGRAMS = 256
 """Two for each processor, about."""
 MIN_TILE_ROWS = 8
-FRAGMENT_LINES = 8
-FRAGMENT_K = 32
-"""Values of eight lines that a warp holds in one register set: 16 bytes a thread."""
-MAX_FRAGMENTS = 48
-"""Such sets that a thread's registers hold."""
 MAX_PER_SM = 4
 """Programs that share a processor's memory: beyond, there are waves."""
 
@@ -115,12 +118,14 @@ def gated_linear(
     return _multiply(out, x, weight, bias, norm, adds=False, gated=True)
 
 
-def plan(num_rows: int, weight: Tensor) -> VectorPlan | FragmentPlan | TilePlan:
-    """The measured best division of ``num_rows`` rows times ``weight [N, K]``."""
+def plan(
+    num_rows: int, weight: Tensor, norms: bool = False
+) -> VectorPlan | FragmentPlan | TilePlan:
+    """The measured best division of ``num_rows`` rows, after a norm or not, times ``weight``."""
     lines, size = weight.shape
-    if num_rows > 1 and weight.element_size() == 2 and lines < WIDE and size <= SHORT:
-        parts = _fragment_parts(num_rows, size)
-        if parts is not None:
+    if weight.element_size() == 2 and num_rows > 1:
+        parts = _fragment_parts(num_rows, lines, size, norms)
+        if parts == 1 or (parts is not None and num_rows > VECTOR_ROWS):  # for two, plain threads
             return FragmentPlan(parts)
     wide = lines >= WIDE
     if num_rows <= VECTOR_ROWS or (num_rows <= NARROW_VECTOR_ROWS and size <= SHORT and not wide):
@@ -136,16 +141,17 @@ def plan(num_rows: int, weight: Tensor) -> VectorPlan | FragmentPlan | TilePlan:
             return TilePlan(tile_lines, 128, 2, 0, splits, 5, 2)
         return TilePlan(tile_lines, 128, 1, 0, splits, 6, 4)
     tiles = triton.cdiv(lines, 16)
-    if tiles <= PROGRAMS // 4 and size <= 2048:
-        return TilePlan(16, 64, 8, _held(size, 8), 1, 2, 8)
     splits = max(1, min(PROGRAMS // tiles, size // 1024)) if size > 2048 else 1
     held = _held(size // splits, 4) if size % (16 * splits) == 0 else 0
     return TilePlan(16, 64, 4, held, splits, 5, 4)
 
 
-def _fragment_parts(num_rows: int, size: int) -> int | None:
-    """The fewest warps whose registers hold lines and rows of ``size`` values: each more costs."""
-    tiles = _tile_rows(num_rows) // MIN_TILE_ROWS + 2  # of rows, weights, and the norm's weights
+def _fragment_parts(num_rows: int, lines: int, size: int, norms: bool) -> int | None:
+    """The fewest warps that hold all of eight lines and of the rows: each costs time."""
+    rows = _tile_rows(num_rows)
+    if triton.cdiv(lines, FRAGMENT_LINES) * rows * size * 2 > MAX_ROW_BYTES:
+        return None
+    tiles = rows // MIN_TILE_ROWS + (2 if norms else 1)
     for parts in (1, 2, 4, 8):
         if triton.cdiv(size, FRAGMENT_K * parts) * tiles <= MAX_FRAGMENTS:
             return parts
@@ -184,10 +190,11 @@ def _multiply(
     gated: bool,
 ) -> Tensor:
     num_rows, size = x.shape
-    chosen = plan(num_rows, weight)
-    fuses = isinstance(chosen, FragmentPlan) or (
-        isinstance(chosen, VectorPlan) and num_rows <= FUSED_NORM_ROWS
-    )
+    chosen = plan(num_rows, weight, norm is not None)
+    if isinstance(chosen, FragmentPlan):
+        fuses = x.dtype in FRAGMENT_NORM_DTYPES
+    else:
+        fuses = isinstance(chosen, VectorPlan) and num_rows <= FUSED_NORM_ROWS
     if norm is not None and not fuses:
         x, norm = rms_norm(x, *norm), None
     x = x.contiguous()

@@ -53,17 +53,6 @@ def load_chunks(
     return tiles
 
 
-@triton.jit
-def own_products(with_low, with_high):
-    """Each of 16 rows with itself, of its products with the first eight and with the others.
-
-    ``[parts, 16, 8]`` each. Zeros stand for products with other rows.
-    """
-    row = tl.arange(0, 16)[None, :, None]
-    products = tl.where(row < 8, with_low, with_high)
-    return tl.where(row % 8 == tl.arange(0, 8)[None, None, :], products, 0.0)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "eps"])
 def fragment_kernel(
     x_ptr,
@@ -86,7 +75,7 @@ def fragment_kernel(
     """The products of all rows with eight lines of weights. Grid: (tiles of outputs).
 
     A warp each takes one of ``parts`` of k, all of which it holds in registers. The norm's scale is
-    one number a row: it multiplies sums. Its weight multiplies the weights, which are there first.
+    one number a row: it multiplies sums. Its weight multiplies activations, which are rounded then.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
@@ -125,32 +114,26 @@ def fragment_kernel(
         for pair in tl.static_range(pairs):
             even = tl.zeros([parts, 16, 8], tl.float32)  # two sums: a product waits for its own
             odd = tl.zeros([parts, 16, 8], tl.float32)
-            with_low = tl.zeros([parts, 16, 8], tl.float32)
-            with_high = tl.zeros([parts, 16, 8], tl.float32)
+            squares = tl.zeros([parts, 8, 4, 2], tl.float32)
             for chunk in tl.static_range(chunks):
                 low = xs[2 * pair][chunk]
                 high = xs[2 * pair + 1][chunk] if groups > 1 else tl.zeros_like(low)
-                left = left_operand(low, high, parts)
-                w = ws[chunk]
                 if has_norm:
-                    w *= gs[chunk]
-                    with_low = tl.dot(
-                        left, right_operand(low, parts), with_low, input_precision="ieee"
-                    )
-                    if groups > 1:
-                        with_high = tl.dot(
-                            left, right_operand(high, parts), with_high, input_precision="ieee"
-                        )
+                    wide = tl.join(low, high).to(tl.float32)
+                    squares += tl.sum(tl.reshape(wide * wide, [parts, 8, 4, 8, 2]), 3)
+                    low *= gs[chunk]
+                    high *= gs[chunk]
+                left = left_operand(low, high, parts)
+                right = right_operand(ws[chunk], parts)
                 if chunk % 2 == 0:
-                    even = tl.dot(left, right_operand(w, parts), even, input_precision="ieee")
+                    even = tl.dot(left, right, even, input_precision="ieee")
                 else:
-                    odd = tl.dot(left, right_operand(w, parts), odd, input_precision="ieee")
-            if has_norm:  # both sums over parts in one pass through shared memory
-                squares = own_products(with_low, with_high)
-                out, squares = tl.split(tl.sum(tl.join(even + odd, squares), 0))
-                out *= tl.rsqrt(tl.sum(squares, 1) / size + eps)[:, None]
-            else:
-                out = tl.sum(even + odd, 0)
+                    odd = tl.dot(left, right, odd, input_precision="ieee")
+            out = tl.sum(even + odd, 0)
+            if has_norm:
+                total = tl.sum(tl.sum(squares, 2), 0)  # [8, 2]
+                scale = tl.reshape(tl.permute(tl.rsqrt(total / size + eps), (1, 0)), [16])
+                out *= scale[:, None]
             target = out_ptr + pair * 16 * num_outputs
             rows_left = num_rows - pair * 16
             finish(out, addends[pair], target, first, rows_left, num_outputs, 16, 8, gated)
