@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ import torch
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
+from triton.runtime import build  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from mini_infer.kernels.triton import compile_ahead as compile_ahead_module  # noqa: E402
-from mini_infer.kernels.triton.compile_ahead import compile_ahead  # noqa: E402
+from mini_infer.kernels.triton.compile_ahead import (  # noqa: E402
+    compile_ahead,
+    launchers_apart,
+)
 from mini_infer.kernels.triton.forks import Task  # noqa: E402
 from mini_infer.kernels.triton.forks import run_in_forks as run_in_real_forks  # noqa: E402
 from tests.kernels.fake_gpu import FakeDriver, fake_gpu  # noqa: E402
@@ -125,3 +130,20 @@ def test_launches_are_themselves_again_after_an_error(fake: FakeDriver) -> None:
         raise ZeroDivisionError
     kernel[(1,)](torch.zeros(16, dtype=torch.int32), 1)
     assert fake.launched == 1
+
+
+def test_a_launcher_stays_what_it_was_when_another_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As CPython does with two files of one name that it has loaded before."""
+    shared = ModuleType("launcher")
+
+    def load(name: str, path: str) -> ModuleType:
+        vars(shared)["launch"] = path
+        return shared
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    with launchers_apart():
+        first, second = (build._load_module_from_path("launcher", path) for path in "ab")
+    assert (first.launch, second.launch) == ("a", "b")
+    assert build._load_module_from_path is load

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from threading import Lock
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from triton.compiler import ASTSource
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 from mini_infer.kernels.triton.forks import run_in_forks
@@ -108,7 +111,8 @@ class _Compiler(Executor):
         device = torch.cuda.current_device()  # a thread has a current device of its own
         size = min(MAX_THREADS, os.cpu_count() or 1)
         try:
-            with ThreadPoolExecutor(size, "load", torch.cuda.set_device, (device,)) as threads:
+            pool = ThreadPoolExecutor(size, "load", torch.cuda.set_device, (device,))
+            with launchers_apart(), pool as threads:
                 self._compile(threads)
         finally:
             for noted in self._noted:  # where Ctrl-C came: whoever waits for them goes on
@@ -125,6 +129,28 @@ class _Compiler(Executor):
                 threads.submit(missing.pop(index).load)
         for noted in missing.values():  # those that failed say so
             threads.submit(noted.load)
+
+
+@contextmanager
+def launchers_apart() -> Iterator[None]:
+    """Within, threads may load launchers side by side.
+
+    Triton 3.6 makes each launcher a Python module, and calls them all the same. Who loads one for a
+    second time gets the module that was last loaded under that name, with what is in the file put
+    into it (CPython's way with modules that can't be initialised twice). Another thread may have
+    loaded it, and not yet taken its launcher out.
+    """
+    load, one_at_a_time = build._load_module_from_path, Lock()
+
+    def load_apart(name: str, path: str) -> ModuleType | SimpleNamespace:
+        with one_at_a_time:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    build._load_module_from_path = load_apart
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
 
 
 @contextmanager
