@@ -43,7 +43,7 @@ def sums_above(keys, weight, key1, key2, key3):
 
 
 @triton.jit
-def highest_reaching(keys, weight, low, end, target, highest, scale, by_mass: tl.constexpr):
+def highest_reaching(keys, weight, low, end, target, highest, scale, by_mass):
     """A key in ``[low, end)`` that parts the keys where their weight from above reaches ``target``.
 
     It is ``low`` where even that falls short. The keys are in registers, so a search over all bits
@@ -67,11 +67,9 @@ def highest_reaching(keys, weight, low, end, target, highest, scale, by_mass: tl
 
 
 @triton.jit
-def weight_at(key, highest, scale, by_mass: tl.constexpr):
+def weight_at(key, highest, scale, by_mass):
     """What a token weighs whose rank key is ``key``, or at least its order key; 1 but by mass."""
-    if by_mass:
-        return tl.exp2((float_of((key >> 32).to(tl.int32)) - highest) * scale)
-    return 1.0
+    return tl.where(by_mass, tl.exp2((float_of((key >> 32).to(tl.int32)) - highest) * scale), 1.0)
 
 
 @triton.jit

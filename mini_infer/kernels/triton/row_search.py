@@ -62,15 +62,15 @@ def weigh(
     value3,
     highest,
     scale,
+    by_mass,
     tile: tl.constexpr,
-    by_mass: tl.constexpr,
 ):
     """The weight of the tokens at or above each of three logits."""
     above1 = tl.zeros([tile], tl.float32)
     above2, above3 = above1, above1
     for start in range(0, vocab_size, tile):
         _, x = load_tile(row_ptr, start, vocab_size, tile)
-        weight = tl.exp2((x - highest) * scale) if by_mass else 1.0
+        weight = tl.where(by_mass, tl.exp2((x - highest) * scale), 1.0)
         above1 += tl.where(x >= value1, weight, 0.0)
         above2 += tl.where(x >= value2, weight, 0.0)
         above3 += tl.where(x >= value3, weight, 0.0)
@@ -98,9 +98,9 @@ def find_cut(
     highest,
     scale,
     target,
+    by_mass,
     tile: tl.constexpr,
     listed: tl.constexpr,
-    by_mass: tl.constexpr,
 ):
     """The rank key of the last token kept: the weight before each of those is below ``target``.
 
@@ -112,7 +112,7 @@ def find_cut(
     low = (least >> 32).to(tl.int64)  # order keys; the weight down to low reaches the target
     high = order_key(highest).to(tl.int64) + 1  # and down to high does not
     above_low, above_high = weight_least, 0.0
-    room = 0.97 * listed if by_mass else 1.0 * listed
+    room = tl.where(by_mass, 0.97 * listed, 1.0 * listed)
     few = above_low <= room * weight_at(low << 32, highest, scale, by_mass)
     linear = True
     while (high - low > 1) & (not few):
@@ -127,8 +127,8 @@ def find_cut(
             float_of(key3.to(tl.int32)),
             highest,
             scale,
-            tile,
             by_mass,
+            tile,
         )
         in1, in2, in3 = above1 >= target, above2 >= target, above3 >= target
         high = tl.where(in3, high, tl.where(in2, key3, tl.where(in1, key2, key1)))
@@ -142,7 +142,7 @@ def find_cut(
         gather(row_ptr, candidates_ptr, vocab_size, first, high, tile, listed)
         keys = tl.load(candidates_ptr + tl.arange(0, listed))
         masses = list_masses(keys, highest, scale)
-        weight = masses if by_mass else tl.where(keys > LOWEST, 1.0, 0.0)
+        weight = tl.where(by_mass, masses, tl.where(keys > LOWEST, 1.0, 0.0))
         cut = highest_reaching(
             keys, weight, first, high << 32, target - above_high, highest, scale, by_mass
         )

@@ -239,41 +239,36 @@ def search_row(
     """
     cut = tl.full([], LOWEST, tl.int64)
     least = winner_key
-    if top_k > 0:
-        finite, lowest = extent(row_ptr, vocab_size, tile)
-        least = rank_key(lowest, vocab_size)
-        if top_k < finite:
-            least = find_cut(
-                row_ptr,
-                candidates_ptr,
-                vocab_size,
-                least,
-                finite,
-                highest,
-                scale,
-                top_k.to(tl.float32),
-                tile,
-                listed,
-                False,
-            )
-        cut = least
-    if top_p < float("inf"):
-        # Down to the row's best, or to the last of top-k.
-        mass = mass_from(row_ptr, vocab_size, least, highest, scale, tile)
-        if top_k > 0:
-            total = mass
-        if (top_k > 0) | (mass - winner_mass >= top_p * total):
+    # By count, then by mass: a loop, for the search is most of what there is to compile.
+    for by_mass in range(2):
+        weight, target, searches = 0.0, 0.0, False
+        if by_mass == 0:
+            if top_k > 0:
+                weight, lowest = extent(row_ptr, vocab_size, tile)
+                least = rank_key(lowest, vocab_size)
+                cut = least
+                target = top_k.to(tl.float32)
+                searches = target < weight
+        elif top_p < float("inf"):
+            # Down to the row's best, or to the last of top-k.
+            weight = mass_from(row_ptr, vocab_size, least, highest, scale, tile)
+            if top_k > 0:
+                total = weight
+            target = top_p * total
+            searches = (top_k > 0) | (weight - winner_mass >= target)
+        if searches:
             cut = find_cut(
                 row_ptr,
                 candidates_ptr,
                 vocab_size,
                 least,
-                mass,
+                weight,
                 highest,
                 scale,
-                top_p * total,
+                target,
+                by_mass != 0,
                 tile,
                 listed,
-                True,
             )
+            least = cut
     return cut
