@@ -10,6 +10,7 @@ from torch import Tensor
 from mini_infer.kernels import reference
 from mini_infer.kernels.triton import skinny
 from mini_infer.kernels.triton.launch import runs_hopper_gluon
+from mini_infer.kernels.triton.skinny_plans import StreamPlan
 
 DEVICE = torch.device("cuda")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -115,8 +116,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     if not runs_hopper_gluon(DEVICE):
         pytest.skip("no Hopper")
 
-    def with_plan(plan: skinny.StreamPlan, of_gates: skinny.StreamPlan | None = None) -> None:
-        def planned(num_rows: int, weight: Tensor, norms: bool, gated: bool) -> skinny.StreamPlan:
+    def with_plan(plan: StreamPlan, of_gates: StreamPlan | None = None) -> None:
+        def planned(num_rows: int, weight: Tensor, norms: bool, gated: bool) -> StreamPlan:
             return of_gates if gated and of_gates is not None else plan
 
         monkeypatch.setattr(skinny, "plan", planned)
@@ -132,16 +133,16 @@ BY_STREAMED_ROWS = pytest.mark.parametrize("num_rows", [1, 9, 16, 33, 64, 100, 1
 @pytest.mark.parametrize(
     ("num_outputs", "size", "plan"),
     [
-        (4608, 3584, skinny.StreamPlan(64, 128, 2, None, True)),
-        (3584, 18944, skinny.StreamPlan(64, 64, 2, None, True)),
-        (1000, 3600, skinny.StreamPlan(64, 64, 5, 3, False)),  # tiles and steps that end outside
-        (77, 64, skinny.StreamPlan(128, 64, 1, None, False)),  # fewer steps than the ring has
+        (4608, 3584, StreamPlan(64, 128, 2, None, True)),
+        (3584, 18944, StreamPlan(64, 64, 2, None, True)),
+        (1000, 3600, StreamPlan(64, 64, 5, 3, False)),  # tiles and steps that end outside
+        (77, 64, StreamPlan(128, 64, 1, None, False)),  # fewer steps than the ring has
     ],
 )
 def test_streamed_products(
     num_outputs: int,
     size: int,
-    plan: skinny.StreamPlan,
+    plan: StreamPlan,
     num_rows: int,
     dtype: torch.dtype,
     streams: Callable[..., None],
@@ -167,15 +168,15 @@ def test_streamed_products(
 @pytest.mark.parametrize(
     ("num_outputs", "size", "plan"),
     [
-        (18944, 3584, skinny.StreamPlan(64, 64, 1, 3, False)),
-        (8960, 1536, skinny.StreamPlan(128, 64, 1, None, False)),
-        (1000, 208, skinny.StreamPlan(64, 128, 2, None, True)),
+        (18944, 3584, StreamPlan(64, 64, 1, 3, False)),
+        (8960, 1536, StreamPlan(128, 64, 1, None, False)),
+        (1000, 208, StreamPlan(64, 128, 2, None, True)),
     ],
 )
 def test_streamed_gated_products(
     num_outputs: int,
     size: int,
-    plan: skinny.StreamPlan,
+    plan: StreamPlan,
     num_rows: int,
     dtype: torch.dtype,
     streams: Callable[..., None],
@@ -195,8 +196,8 @@ def test_streamed_gated_products(
 def test_streamed_kernels_wait_for_what_they_read(
     at_once: bool, num_rows: int, streams: Callable[..., None]
 ) -> None:
-    gates = skinny.StreamPlan(64, 64, 1, 3, at_once)
-    streams(skinny.StreamPlan(64, 64, 4, None, at_once), gates)
+    gates = StreamPlan(64, 64, 1, 3, at_once)
+    streams(StreamPlan(64, 64, 4, None, at_once), gates)
     assert_replays_agree(1024, 4096, num_rows)
 
 

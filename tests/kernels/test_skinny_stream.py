@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
+# Here already, while the language that it is made of is not yet an interpreter's (see fake_gpu).
+pytest.importorskip("triton.experimental.gluon.language")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from mini_infer.kernels.triton import launch, skinny  # noqa: E402
+from mini_infer.kernels.triton import launch, skinny_plans  # noqa: E402
 from tests.kernels.fake_gpu import fake_gpu  # noqa: E402
 
 HOPPER, PROCESSORS = torch.device("cuda", 0), 132
@@ -38,8 +40,8 @@ def weight_of(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Te
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny, "runs_hopper_gluon", lambda device: True)
-    monkeypatch.setattr(skinny, "num_sms", lambda device: PROCESSORS)
+    monkeypatch.setattr(skinny_plans, "runs_hopper_gluon", lambda device: True)
+    monkeypatch.setattr(skinny_plans, "num_sms", lambda device: PROCESSORS)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -62,37 +64,39 @@ def test_rows_that_are_streamed(
 ) -> None:
     weight = weight_of(shape, dtype)
     for num_rows in rows:
-        assert skinny.is_skinny(num_rows, weight)
-        assert isinstance(skinny.plan(num_rows, weight, gated=gated), skinny.StreamPlan)
+        assert skinny_plans.is_skinny(num_rows, weight)
+        assert isinstance(skinny_plans.plan(num_rows, weight, gated=gated), skinny_plans.StreamPlan)
     for num_rows in (rows[0] - 1, rows[1] + 1):
-        streamed = isinstance(skinny.plan(num_rows, weight, gated=gated), skinny.StreamPlan)
-        assert not streamed or not skinny.is_skinny(num_rows, weight)
+        streamed = isinstance(
+            skinny_plans.plan(num_rows, weight, gated=gated), skinny_plans.StreamPlan
+        )
+        assert not streamed or not skinny_plans.is_skinny(num_rows, weight)
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("shape", [(2048, 1536), (1536, 8960), (6144, 1024), (151936, 1024)])
 def test_other_weights_are_not_streamed(shape: tuple[int, int]) -> None:
     for num_rows in range(1, 130):
-        plan = skinny.plan(num_rows, weight_of(shape))
-        assert not isinstance(plan, skinny.StreamPlan)
+        plan = skinny_plans.plan(num_rows, weight_of(shape))
+        assert not isinstance(plan, skinny_plans.StreamPlan)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_the_copy_engine_does_not_take_is_not_streamed() -> None:
-    assert not skinny.is_skinny(16, weight_of(QKV, torch.float32))
+    assert not skinny_plans.is_skinny(16, weight_of(QKV, torch.float32))
     values = torch.empty(4096 * 4096 + 8, dtype=torch.float16)
     for offset, expected in ((0, True), (1, False), (8, True)):
         weight = values[offset:][: 4096 * 4096].view(4096, 4096)
-        assert skinny.is_skinny(16, weight) is expected
-        assert skinny.is_skinny(8, weight)
+        assert skinny_plans.is_skinny(16, weight) is expected
+        assert skinny_plans.is_skinny(8, weight)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_splits_have_counters() -> None:
-    for lines in range(64 * skinny.MIN_STREAM_TILES, skinny.WIDE, 64):
-        plan = skinny.plan(16, weight_of((lines, 4096)))
-        assert isinstance(plan, skinny.StreamPlan)
-        assert plan.splits == 1 or triton.cdiv(lines, plan.tile_n) <= skinny.PROGRAMS
+    for lines in range(64 * skinny_plans.MIN_STREAM_TILES, skinny_plans.WIDE, 64):
+        plan = skinny_plans.plan(16, weight_of((lines, 4096)))
+        assert isinstance(plan, skinny_plans.StreamPlan)
+        assert plan.splits == 1 or triton.cdiv(lines, plan.tile_n) <= skinny_plans.PROGRAMS
 
 
 @pytest.mark.parametrize(
@@ -151,8 +155,8 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
 def test_two_programs_fit_a_processor(
     num_rows: int, shape: tuple[int, int], gated: bool, compiled: list[Any]
 ) -> None:
-    plan = skinny.plan(num_rows, weight_of(shape), gated=gated)
-    assert isinstance(plan, skinny.StreamPlan)
+    plan = skinny_plans.plan(num_rows, weight_of(shape), gated=gated)
+    assert isinstance(plan, skinny_plans.StreamPlan)
     from mini_infer.kernels.triton.skinny_stream import stream_product
 
     lines, size = shape  # they decide what is compiled, so the weights need not be there

@@ -9,6 +9,7 @@ from tests.kernels.triton_device import DEVICE
 
 pytest.importorskip("triton")
 skinny = pytest.importorskip("mini_infer.kernels.triton.skinny")
+plans = pytest.importorskip("mini_infer.kernels.triton.skinny_plans")
 
 DTYPES = [torch.float32, torch.float16]  # the interpreter's products of bfloat16 are wrong
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3}
@@ -84,7 +85,7 @@ def test_gated_linear(with_norm: bool, with_bias: bool, num_rows: int, dtype: to
 @pytest.mark.parametrize("num_rows", [3, 7, 12])
 def test_wide_products(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many lines of weights have plans of their own; here 74 are many."""
-    monkeypatch.setattr(skinny, "WIDE", 74)
+    monkeypatch.setattr(plans, "WIDE", 74)
     x, weight = random(num_rows, 272, dtype=dtype), random(2 * 37, 272, dtype=dtype, seed=1)
     assert_near(skinny.gated_linear(x, weight), reference.gated_linear(*double(x, weight)))
     assert_near(skinny.linear(x, weight), reference.linear(*double(x, weight)))
@@ -94,7 +95,7 @@ def test_wide_products(num_rows: int, dtype: torch.dtype, monkeypatch: pytest.Mo
 def test_splits_leave_their_counters_at_zero(num_rows: int, size: int, splits: int) -> None:
     """The sum of splits is the last arrival's work; a second product finds the counters unused."""
     x, weight = random(num_rows, size), random(64, size, seed=1)
-    assert skinny.plan(num_rows, weight).splits == splits
+    assert plans.plan(num_rows, weight).splits == splits
     first = skinny.linear(x, weight)
     assert_near(first, reference.linear(*double(x, weight)))
     assert torch.equal(skinny.linear(x, weight), first)
@@ -116,7 +117,7 @@ def test_parts_of_lines_in_registers(
     num_rows: int, size: int, parts: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.float16
-    monkeypatch.setattr(skinny, "plan", lambda *_: skinny.FragmentPlan(parts))
+    monkeypatch.setattr(skinny, "plan", lambda *_: plans.FragmentPlan(parts))
     monkeypatch.setattr(skinny, "FRAGMENT_NORM_DTYPES", {dtype})
     x, weight = random(num_rows, size, dtype=dtype), random(2 * 13, size, dtype=dtype, seed=1)
     bias = random(2 * 13, dtype=dtype, seed=2) if with_bias else None
@@ -159,8 +160,8 @@ def test_short_lines_are_held_in_registers(
     num_rows: int, shape: tuple[int, int], parts: int | None
 ) -> None:
     weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    plan = skinny.plan(num_rows, weight, norms=shape[1] < 2048)
-    assert parts == (plan.parts if isinstance(plan, skinny.FragmentPlan) else None)
+    plan = plans.plan(num_rows, weight, norms=shape[1] < 2048)
+    assert parts == (plan.parts if isinstance(plan, plans.FragmentPlan) else None)
 
 
 def test_out_is_written_where_it_is_given() -> None:
@@ -190,8 +191,8 @@ def test_out_is_written_where_it_is_given() -> None:
 def test_is_skinny(
     num_rows: int, shape: tuple[int, int], dtype: torch.dtype, expected: bool
 ) -> None:
-    assert skinny.is_skinny(num_rows, torch.empty(shape, dtype=dtype)) is expected
+    assert plans.is_skinny(num_rows, torch.empty(shape, dtype=dtype)) is expected
 
 
 def test_transposed_weights_are_the_librarys() -> None:
-    assert not skinny.is_skinny(1, torch.empty(32, 64).t())
+    assert not plans.is_skinny(1, torch.empty(32, 64).t())

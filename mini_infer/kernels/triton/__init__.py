@@ -21,7 +21,8 @@ from mini_infer.kernels.triton.one_shot_all_reduce import sum_over_ranks
 from mini_infer.kernels.triton.publish import publish_
 from mini_infer.kernels.triton.rotary import rotary_and_write_kv
 from mini_infer.kernels.triton.sampling import draw
-from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, is_skinny, linear
+from mini_infer.kernels.triton.skinny import add_linear_, gated_linear, linear
+from mini_infer.kernels.triton.skinny_plans import is_skinny
 from mini_infer.kernels.triton.verify_inputs import verify_inputs
 
 __all__ = [
