@@ -126,7 +126,7 @@ def check_replays(rank: int, device: torch.device) -> None:
             out, normed = sum_over_ranks(parts[rank].clone(), residual, norm, *places)
             num_wrong.add_((out != expected).sum())
             if normed is not None:
-                wanted = rms_norm(expected, weight, EPS)  # which may add up squares in another order
+                wanted = rms_norm(expected, weight, EPS)  # may add up squares in another order
                 num_wrong.add_(((normed - wanted).abs() > wanted.abs() * ONE_STEP).sum())
 
     step()
