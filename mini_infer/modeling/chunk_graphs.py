@@ -96,7 +96,10 @@ class ChunkGraphs:
     def record(self, shape: Shape) -> None:
         """Records one graph."""
         self._write_rehearsal(shape)
-        self._graphs[shape] = record(partial(self._step, shape), self._pool)
+        is_alone = self._config.num_ranks == 1  # see ``RowGraphs.capture``
+        is_rehearsed = bool(self._graphs) and is_alone and shape[1] <= SHORT_STEP
+        step = partial(self._step, shape)
+        self._graphs[shape] = record(step, self._pool, is_rehearsed=is_rehearsed)
 
     @torch.inference_mode()
     def rehearse(self) -> None:

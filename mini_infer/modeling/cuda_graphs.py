@@ -45,13 +45,17 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in ladder if size < max_rows] + [max_rows]
 
 
-def record(step: Callable[[], None], pool: "_POOL_HANDLE") -> torch.cuda.CUDAGraph:
+def record(
+    step: Callable[[], None], pool: "_POOL_HANDLE", *, is_rehearsed: bool = False
+) -> torch.cuda.CUDAGraph:
     """The graph of what ``step`` launches; its results are in tensors that others hold.
 
-    It runs once before: what is not compiled yet is compiled then, which a capture must not.
+    It runs once before, unless its very launches were rehearsed: what is not compiled yet is
+    compiled then, and libraries open what they need, which a capture must not.
     """
-    step()
-    torch.cuda.synchronize()
+    if not is_rehearsed:
+        step()
+        torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         step()
@@ -100,7 +104,10 @@ class RowGraphs(ABC):
             )
             for size in bar:
                 self._write(size, [], [])
-                self._graphs[size] = record(partial(self._step, size), self._pool)
+                # Ranks exchange: a library may open another connection for each size of message.
+                is_rehearsed = bool(self._graphs) and self._config.num_ranks == 1
+                step = partial(self._step, size)
+                self._graphs[size] = record(step, self._pool, is_rehearsed=is_rehearsed)
 
     def rehearse(self) -> None:
         """Launches the step of every size once, on the null slot, and records nothing."""

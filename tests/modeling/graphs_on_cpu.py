@@ -27,7 +27,7 @@ from mini_infer.modeling.step_layout import StepLayout
 class Replayed:
     """Runs the step anew, as a graph does."""
 
-    def __init__(self, step: Callable[[], None], pool: Any) -> None:
+    def __init__(self, step: Callable[[], None], pool: Any, **_: bool) -> None:
         self._step = step
 
     @torch.inference_mode()

@@ -117,7 +117,7 @@ def test_replays_give_the_tokens_of_plain_decoding(
 def test_a_proposer_that_no_graph_can_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     replay_graphs(monkeypatch)
 
-    def record(step: Callable[[], None], pool: Any) -> None:
+    def record(step: Callable[[], None], pool: Any, **_: bool) -> None:
         if isinstance(getattr(step, "func").__self__, ProposeGraphs):  # noqa: B009
             raise torch.AcceleratorError("operation not permitted when stream is capturing")
 
