@@ -189,8 +189,9 @@ class Scheduler:
             end = start + chunk.num_new_tokens
             if self._speculation is not None and chunk.samples:
                 end = len(request.token_ids) - 1  # beyond it are drafts that were not accepted
-                num_tokens = len(out.token_ids[index])
-                self._speculation.take_in(request, chunk, num_tokens, len(requests))
+                if chunk.num_drafts:
+                    num_tokens = len(out.token_ids[index])
+                    self._speculation.take_in(request, chunk, num_tokens, len(requests))
             if end // block_size != start // block_size:  # one is full
                 self.cache.commit(request, end)
             if update is not None:
@@ -198,7 +199,7 @@ class Scheduler:
                 if update.finish_reason is not None:
                     self._finish(request, update.finish_reason, update.stop_reason)
         if self._speculation is not None:
-            self._speculation.end_step(batch.chunks, now)
+            self._speculation.end_step(batch.chunks, requests, now)
         if self.events.wants(StepCompleted):
             self.events.emit(tell.step_event(batch, self._queues, self.cache, self.events.now()))
         return updates
@@ -274,9 +275,10 @@ class Scheduler:
         self, plan: StepPlan, request: Request, num_new_tokens: int, new_blocks: list[int]
     ) -> None:
         """Adds a chunk, with the drafts for which there is room: they take it from nobody."""
-        drafts = NO_DRAFTS
+        drafts = wanted = NO_DRAFTS
         if self._speculation is not None:
             wanted = self._speculation.drafts_of(request, num_new_tokens)
+        if wanted is not NO_DRAFTS:
             # Proposals are written behind the drafts before the next step is scheduled.
             for drafts in (wanted, wanted._replace(num_proposed=0), NO_DRAFTS):
                 ahead = drafts.num_drafts + drafts.num_proposed

@@ -1,6 +1,6 @@
 """How likely drafts are right, measured as they are verified, with a memory that fades."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import exp
 from operator import mul
@@ -41,6 +41,17 @@ class Acceptance:
             self._judged[position] += weight
         for position in range(num_accepted):
             self._right[position] += weight
+
+    def record_all(self, verified: Mapping[tuple[int, int], int], memory: float) -> None:
+        """Takes in many verifications, of one time: pairs as ``record``'s, and how often."""
+        kept = exp(-sum(verified.values()) / memory)
+        self._judged = [kept * judged for judged in self._judged]
+        self._right = [kept * right for right in self._right]
+        for (num_drafts, num_accepted), times in verified.items():
+            for position in range(min(num_accepted + 1, num_drafts)):
+                self._judged[position] += times
+            for position in range(num_accepted):
+                self._right[position] += times
 
     def limit(self, num_samples: float) -> None:
         """Keeps the rates, but as if few samples had shown them: a few new ones count much."""

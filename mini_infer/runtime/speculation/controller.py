@@ -6,6 +6,7 @@ yields R (1 + S_1 + ... + S_k) tokens, S_j being how likely draft j is accepted,
 ``verify(R, k) + propose(R, k)``.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from math import ceil
 
@@ -16,6 +17,7 @@ from mini_infer.core.speculative_config import (
 )
 from mini_infer.core.step_costs import StepCosts
 from mini_infer.runtime.speculation.acceptance import Acceptance
+from mini_infer.runtime.speculation.step_times import StepTimes
 
 START_GAIN = 1.025
 STAY_GAIN = 1.005
@@ -35,13 +37,8 @@ PROBE_SHARE = 0.006
 MAX_PATIENCE = 4.0
 PROBED_SAMPLES = 8.0
 """Samples that are remembered while probing."""
-PRIOR_STEPS = 3
-PLAIN_MEMORY = 64
-DRAFT_MEMORY = 16
-"""In steps: what those that were measured at start-up count for, beside those that are timed; and
-how many of the latter are remembered."""
-EXCESS_KEPT = 0.998
-"""By each plain step, of what drafts took longer: nobody knows whether they still would."""
+JUDGED_STEPS = 16
+"""While drafts are off and nothing happens, the decision is made anew every so many steps."""
 ASSUMED_COSTS = StepCosts(
     rows=(1, MAX_SPECULATING_ROWS),
     drafts=(0, 16),
@@ -65,24 +62,19 @@ class DraftController:
     def __init__(self, config: SpeculativeConfig, costs: StepCosts | None) -> None:
         self._config = config
         self._measured = costs is not None
-        self._costs = costs or ASSUMED_COSTS
-        self._factor = 1.0
-        """What plain steps take, by what they should by the costs."""
-        self._excess = 0.0
-        """Seconds that steps with a host's drafts take beyond that: where the host has more to do
-        than the device's time hides."""
-        self._num_plain = self._num_drafted = PRIOR_STEPS
-        """Steps that the factor and the excess are the mean of."""
-        self._seconds: dict[int, tuple[float, ...]] = {}
-        """Of each number of requests: what a step takes with each of ``draft_counts``."""
+        self._times = StepTimes(config, costs or ASSUMED_COSTS)
         self._acceptance = Acceptance(config.num_speculative_tokens, [PRIOR_RATE], PRIOR_WEIGHT)
-        self._credit = FIRST_CREDIT * self._plain(1)
+        self._verified: Counter[tuple[int, int]] = Counter()
+        """Drafts of a request and accepted ones, of the steps since the last decision."""
+        self._credit = FIRST_CREDIT * self.plain(1)
         self._num_rows = 1
         """Of the step planned last."""
         self._on = False
         self._wait = self._interval = 0.0
         """Plain steps until the next probe, and between the last one and it."""
         self._patience = 1.0
+        self._unjudged = 0
+        """Steps until the next decision, where nothing happens."""
 
     # -- what is asked of it where drafts are proposed on the device
 
@@ -94,25 +86,40 @@ class DraftController:
             return 0
         if not self._config.adaptive:
             return min(self._config.num_speculative_tokens, most)
+        self._unjudged -= 1
+        is_new = self._take_in_verified() or num_rows != self._num_rows or self._unjudged <= 0
         self.pass_step(num_rows)
+        if not (self._on or is_new or self._wait <= 1):
+            self._wait -= 1
+            return 0
+        self._unjudged = JUDGED_STEPS
         expected = [num_rows * share for share in self._acceptance.survival()[:most]]
         count, gain = self.best(num_rows, expected)
         self._on = count > 0 and gain > (STAY_GAIN if self._on else START_GAIN)
         if not self._on:
             count = self._probe(num_rows, most)
-        elif self._credit <= 0:
+        elif self._credit <= 0 or self._times.rests(num_rows):
             count = 0
         if count:
-            self.charge(num_rows, count)
+            self._credit += self.plain(num_rows) - self._times.step(num_rows, count, count)
         return count
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
-        """Takes in that a request's drafts were verified."""
-        self._acceptance.record(num_drafts, num_accepted, memory=96 + 4 * self._num_rows)
-        self.earn(num_accepted)
-        if num_accepted:  # of all rows: no wait for the next probe, and half the patience
-            self._wait -= self._interval / self._num_rows
-            self._patience = max(1.0, self._patience * 4.0 ** (-1 / self._num_rows))
+        """Takes in that a request's drafts were verified. It counts with the next decision."""
+        self._verified[num_drafts, num_accepted] += 1
+
+    def _take_in_verified(self) -> bool:
+        """Were there any?"""
+        if not self._verified:
+            return False
+        self._acceptance.record_all(self._verified, memory=96 + 4 * self._num_rows)
+        self.earn(sum(accepted * times for (_, accepted), times in self._verified.items()))
+        num_good = sum(times for (_, accepted), times in self._verified.items() if accepted)
+        if num_good:  # of all rows: no wait for the next probe, and half the patience
+            self._wait -= self._interval * num_good / self._num_rows
+            self._patience = max(1.0, self._patience * 4.0 ** (-num_good / self._num_rows))
+        self._verified.clear()
+        return True
 
     # -- what a host's drafts need in addition
 
@@ -127,16 +134,14 @@ class DraftController:
                 there are no more drafts than positions.
             share: of the steps so planned, those that will have any draft.
         """
-        plain = self._plain(num_rows)
+        plain = self.plain(num_rows)
         best, best_gain = 0, 0.0
-        for count, seconds in zip(
-            self._config.draft_counts, self._step_seconds(num_rows), strict=True
-        ):
+        counts = self._config.draft_counts
+        for count, seconds in zip(counts, self._times.drafted(num_rows), strict=True):
             if count > len(expected):
                 break
             tokens = 1.0 + sum(expected[:count]) / num_rows
-            extra = self._factor * seconds + self._excess - plain if count else 0.0
-            gain = tokens * plain / (plain + share * extra)
+            gain = tokens * plain / (plain + share * (seconds - plain))
             if gain > best_gain:
                 best, best_gain = count, gain
         return best, best_gain
@@ -144,36 +149,33 @@ class DraftController:
     def pass_step(self, num_rows: int) -> None:
         """A step passes: its share is paid in."""
         self._num_rows = num_rows
-        self._pay_in(ALLOWANCE * self._plain(num_rows))
+        self._pay_in(ALLOWANCE * self.plain(num_rows))
 
-    def charge(self, num_rows: int, num_drafts: int) -> None:
-        """A step has drafts: what it takes beyond a plain one is paid."""
-        self._credit += self._plain(num_rows) - self._lookup(num_rows, num_drafts)
-
-    def end_step(self, num_rows: int, num_drafts: int, seconds: float | None) -> None:
-        """A step is over. If a host's drafts were in it, what it took beyond a plain one is paid.
+    def end_step(
+        self, num_rows: int, num_drafts: int, seconds: float | None, num_proposed: int = 0
+    ) -> None:
+        """A step is over. What drafts in it took beyond a plain one is paid by now: a device's were
+        charged as they were decided on, so it is what they took beyond that.
 
         Args:
             seconds: what it really took; None where that is not known. Costs that were measured at
                 start-up know neither this text's length nor all that the host does.
         """
-        plain, expected = self._plain(num_rows), self._with_excess(num_rows, num_drafts)
-        took = expected
-        if seconds is not None and self._measured:
-            took = min(seconds, expected + plain)  # what is longer is a hiccup
-            if num_drafts:
-                self._num_drafted = min(self._num_drafted + 1, DRAFT_MEMORY)
-                self._excess = max(0.0, self._excess + (took - expected) / self._num_drafted)
-            else:
-                self._num_plain = min(self._num_plain + 1, PLAIN_MEMORY)
-                self._factor *= 1.0 + (max(took / plain, 0.5) - 1.0) / self._num_plain
-                self._excess *= EXCESS_KEPT
-        if num_drafts:
-            self._credit += plain - took
+        if not self._measured:
+            seconds = None
+        if not num_drafts and not num_proposed:
+            if seconds is not None:
+                self._times.see(num_rows, 0, 0, seconds)
+            return
+        expected = took = self._times.step(num_rows, num_drafts, num_proposed)
+        charged = expected if self._config.on_device else self.plain(num_rows)
+        if seconds is not None:
+            took = self._times.see(num_rows, num_drafts, num_proposed, seconds)
+        self._credit += charged - took
 
     def earn(self, num_accepted: int) -> None:
         """A request's drafts were accepted: what plain steps would have taken is paid in."""
-        self._pay_in(num_accepted * self._plain(self._num_rows) / self._num_rows)
+        self._pay_in(num_accepted * self.plain(self._num_rows) / self._num_rows)
 
     @property
     def has_credit(self) -> bool:
@@ -182,24 +184,36 @@ class DraftController:
     def can_start(self, num_rows: int) -> bool:
         """Is there credit for a host's drafts that fail at once? By the time that is known, the
         next ones are on their way."""
-        price = 2 * (self._with_excess(num_rows, 1) - self._plain(num_rows))
-        return self._credit >= min(price, MAX_CREDIT * self._plain(num_rows))
+        plain = self.plain(num_rows)
+        price = 2 * (self._times.step(num_rows, 1, 0) - plain)
+        return self._credit >= min(price, MAX_CREDIT * plain)
+
+    def rests(self, num_rows: int) -> bool:
+        """Asked once for each step that would have a host's drafts: shall it be plain, as nobody
+        knows any more what plain ones take?"""
+        return self._times.rests(num_rows)
 
     def relative_cost(self, num_rows: int) -> float:
         """What one more draft of one request costs, by what one more token is worth."""
-        most, plain = self._factor * self._step_seconds(num_rows)[-1], self._plain(num_rows)
-        return (most - plain) / plain / self._config.num_speculative_tokens
+        return self._times.draft_cost(num_rows)
+
+    def plain(self, num_rows: int) -> float:
+        """Seconds of a plain step, or by another unit where no costs were measured."""
+        return self._times.plain(num_rows)
 
     # -- the speed-up, for people
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         """What a step takes that verifies so many drafts of each request, their proposing included;
         0 where no costs were measured."""
-        return self._with_excess(num_rows, num_drafts) if self._measured else 0.0
+        if not self._measured:
+            return 0.0
+        proposed = num_drafts if self._config.on_device else 0
+        return self._times.step(num_rows, num_drafts, proposed)
 
     def plain_seconds(self, num_rows: int) -> float:
         """What a plain step takes; 0 where no costs were measured."""
-        return self._plain(num_rows) if self._measured else 0.0
+        return self.plain(num_rows) if self._measured else 0.0
 
     def _probe(self, num_rows: int, most: int) -> int:
         """Drafts of a step that is predicted to lose: none, but now and then a few, to notice when
@@ -208,37 +222,15 @@ class DraftController:
         all_accepted = [float(num_rows)] * min(self._config.num_speculative_tokens, most)
         _, gain = self.best(num_rows, all_accepted)
         self._wait -= 1
-        if gain < START_GAIN or self._wait > 0 or not self.has_credit:
+        if gain < START_GAIN:
+            self._wait = max(self._wait, JUDGED_STEPS)
+        if self._wait > 0 or not self.has_credit:
             return 0
         count = self._config.draft_counts[1]
-        loss = self._lookup(num_rows, count) / self._plain(num_rows) - 1
+        loss = self._times.step(num_rows, count, count) / self.plain(num_rows) - 1
         self._wait = self._interval = self._patience * ceil(max(loss, 0.0) / PROBE_SHARE)
         self._patience = min(2 * self._patience, MAX_PATIENCE)
         return count
 
     def _pay_in(self, seconds: float) -> None:
-        self._credit = min(self._credit + seconds, MAX_CREDIT * self._plain(self._num_rows))
-
-    def _plain(self, num_rows: int) -> float:
-        return self._factor * self._step_seconds(num_rows)[0]
-
-    def _lookup(self, num_rows: int, num_drafts: int) -> float:
-        """Of a step whose requests have up to ``num_drafts`` drafts."""
-        counts = self._config.draft_counts
-        place = next((place for place, count in enumerate(counts) if count >= num_drafts), -1)
-        return self._factor * self._step_seconds(num_rows)[place]
-
-    def _with_excess(self, num_rows: int, num_drafts: int) -> float:
-        return self._lookup(num_rows, num_drafts) + (self._excess if num_drafts else 0.0)
-
-    def _step_seconds(self, num_rows: int) -> tuple[float, ...]:
-        known = self._seconds.get(num_rows)
-        if known is None:
-            costs, proposes = self._costs, self._config.on_device
-            shortest = costs.verify[0][0]  # what is extrapolated from noise may even be below 0
-            known = self._seconds[num_rows] = tuple(
-                max(costs.verify_seconds(num_rows, count), shortest)
-                + (costs.propose_seconds(num_rows, count) if proposes else 0.0)
-                for count in self._config.draft_counts
-            )
-        return known
+        self._credit = min(self._credit + seconds, MAX_CREDIT * self.plain(self._num_rows))

@@ -23,10 +23,16 @@ from mini_infer.runtime.speculation.proposer import Proposer
 
 START_GAIN = 1.025
 """Predicted speed-up at which drafts are switched on. They stay on as long as there is any."""
-TRIED_ROWS = 8
+TRIED_ROWS = 4
 STRETCH = 32
 """In the shadow, so many requests are tried at a time, and of more each in its turn, for so many
-tokens."""
+steps."""
+LOOK_SHARE = 0.08
+LOOK_SECONDS = 10e-6
+TOKEN_SECONDS = 1.5e-6
+"""Share of a plain step's time, of all its requests together divided by their number, that the host
+may look at what it would propose: one request's drafts gain most, and its host idles. What a look
+takes is assumed: so much, and so much for each token that came since the last one."""
 PATIENCE = 8
 MAX_PAUSE = 16
 """Behind so many proposals that failed in succession, each further one is followed by a pause of a
@@ -51,6 +57,8 @@ class _Row:
     """Known tokens at which to make the next trial."""
     num_failures: int = 0
     """Proposals since one that was right at its first draft."""
+    num_read: int = 0
+    """Tokens when the proposer was asked last."""
 
 
 class HostDrafts:
@@ -69,31 +77,45 @@ class HostDrafts:
         self._rows: WeakKeyDictionary[Request, _Row] = WeakKeyDictionary()
         self._latest = DraftRecord(self._num_drafts)
         """Of the request that was judged last: with what a new one begins."""
-        self._num_rows = 1
         self._forecast = _Forecast(self._num_drafts)
+        self._judged_rows = 0
+        """Requests of the step that was judged last."""
+        self._gain = 0.0
+        """What drafts promise for such a step."""
+        self._trials: list[tuple[Request, _Row]] = []
+        self._turn = self._num_steps = 0
+        """The first request that is tried in this stretch, and the steps of it."""
+        self._time_to_look = LOOK_SECONDS
+        """Seconds; a look that took longer than there was is paid later."""
         self._on = not self._adaptive
         self._failed = False
 
     def drafting(self, num_rows: int) -> bool:
         """Should the next step, of so many decoding requests, have drafts?"""
-        self._num_rows = num_rows
         if self._failed or not 1 <= num_rows <= MAX_SPECULATING_ROWS:
             return False
-        if self._adaptive:
-            expected, share = self._forecast.of_step(num_rows)
-            count, gain = self._controller.best(num_rows, expected, share)
-            if self._on:
-                self._on = count > 0 and self._controller.has_credit
-            else:
-                self._on = gain > START_GAIN and self._controller.can_start(num_rows)
-        return self._on
+        if not self._adaptive:
+            return True
+        controller = self._controller
+        if self._on or self._forecast.is_new or num_rows != self._judged_rows:
+            self._judged_rows = num_rows
+            count, self._gain = controller.best(num_rows, *self._forecast.of_step(num_rows))
+            self._on = self._on and count > 0
+        if self._on:
+            self._on = controller.has_credit
+        else:
+            self._on = self._gain > START_GAIN and controller.can_start(num_rows)
+        return self._on and not controller.rests(num_rows)
 
     def propose(self, requests: Sequence[Request], room: Sequence[int]) -> list[tuple[int, ...]]:
         """The drafts of each request's next step, at most ``room`` of each (none where that is
         below 0): as many as are worth their time, by how those before fared."""
+        drafts: list[tuple[int, ...]] = [()] * len(requests)
+        asked = self._worth_it(requests)
+        room, requests = [room[index] for index in asked], [requests[index] for index in asked]
         paths = self._ask(requests)
         if paths is None:
-            return [()] * len(requests)
+            return drafts
         rows = [self._row(request) for request in requests]
         fitting = [
             path.fits_behind(row.sent, request)
@@ -105,13 +127,16 @@ class HostDrafts:
         ]
         if self._adaptive:
             lengths = self._lengths(rows, lengths)
-        for row, path, length, fits in zip(rows, paths, lengths, fitting, strict=True):
+        for index, request, row, path, length, fits in zip(
+            asked, requests, rows, paths, lengths, fitting, strict=True
+        ):
             path.num_sent = length
             if length:
                 row.sent.append(path)
+                drafts[index] = path.drafts[:length]
             elif fits and row.trial is None:
-                self._begin(row, path)
-        return [path.drafts[: path.num_sent] for path in paths]
+                self._begin(request, row, path)
+        return drafts
 
     def verified(self, request: Request, place: int, num_accepted: int) -> None:
         """A step verified drafts of this request, the first of which was to stand at ``place``; its
@@ -129,34 +154,79 @@ class HostDrafts:
                         later.is_lost = True
         row.trial = None
         if self._adaptive:
-            self._forecast.add(row)
             self._controller.earn(num_accepted)
 
-    def watch(self, request: Request) -> None:
-        """A step without drafts of ``request`` brought it a token. Time for a trial?"""
-        if not self._adaptive or self._failed or self._num_rows > MAX_SPECULATING_ROWS:
+    def watch(self, requests: Sequence[Request]) -> None:
+        """A step brought each of these requests a token or more. What of it was foretold in the
+        shadow? Time for more trials?
+
+        Called for each step, and so takes no time for requests that are not in a trial.
+        """
+        num_rows = len(requests)
+        if not self._adaptive or self._failed or not 1 <= num_rows <= MAX_SPECULATING_ROWS:
             return
+        plain = self._controller.plain(num_rows)
+        share = LOOK_SHARE * plain / num_rows
+        self._time_to_look = min(self._time_to_look + share, STRETCH * share)
+        if self._trials:
+            self._trials = [trial for trial in self._trials if self._goes_on(*trial)]
+        self._num_steps += 1
+        if self._num_steps % STRETCH == 0:
+            self._turn += TRIED_ROWS
+        if not self._on:
+            for place in range(self._turn, self._turn + min(TRIED_ROWS, num_rows)):
+                if self._time_to_look <= 0:
+                    break
+                self._try(requests[place % num_rows])
+        if self._on or self._num_steps % (1 + num_rows // TRIED_ROWS) == 0:
+            self._forecast.take_in(requests, self._rows)
+
+    def _goes_on(self, request: Request, row: _Row) -> bool:
+        """Is a trial not over yet? Else takes in what it showed."""
+        if row.trial is None or request.finished:
+            return False
+        num_came = len(request.token_ids) - row.trial.first_place
+        if num_came <= 0:
+            return True
+        num_right = row.trial.num_right(request.token_ids)
+        if num_right == num_came < len(row.trial.drafts):
+            return True  # it may be right to its end
+        self._settle(row, row.trial, request.token_ids)
+        row.trial = None
+        return False
+
+    def _try(self, request: Request) -> None:
+        """Begins a trial, where it is time for one."""
         row = self._row(request)
-        self._forecast.add(row)
         num_known = len(request.token_ids)
-        if row.trial is not None:
-            num_came = num_known - row.trial.first_place
-            num_right = row.trial.num_right(request.token_ids)
-            if num_came <= 0 or num_right == num_came < len(row.trial.drafts):
-                return  # it may be right to its end
-            self._settle(row, row.trial, request.token_ids)
-            row.trial = None
-        if self._on or num_known < row.due or request.num_in_flight_drafts:
-            return
-        if (num_known // STRETCH + request.arrival) % max(1, self._num_rows // TRIED_ROWS):
-            row.due = num_known + STRETCH - num_known % STRETCH  # now it is other requests' turn
+        if row.trial is not None or num_known < row.due or request.num_in_flight_drafts:
             return
         paths = self._ask([request])
         if paths is not None:
-            self._begin(row, paths[0])
+            self._begin(request, row, paths[0])
+
+    def _worth_it(self, requests: Sequence[Request]) -> list[int]:
+        """Of which requests shall the proposer be asked for drafts, while they are on? Not of those
+        of which most failed of late, nor of many at a time that it never read."""
+        if not self._adaptive:
+            return list(range(len(requests)))
+        num_new = TRIED_ROWS if self._time_to_look > 0 else 0
+        worth_it = []
+        for index, request in enumerate(requests):
+            row = self._rows.get(request)
+            if row is None:
+                num_new -= 1
+                if num_new < 0:
+                    continue
+            elif row.num_failures >= PATIENCE and len(request.token_ids) < row.due:
+                continue
+            worth_it.append(index)
+        return worth_it
 
     def _ask(self, requests: Sequence[Request]) -> list[DraftPath] | None:
-        """What the proposer says of each; None where it failed."""
+        """What the proposer says of each; None where it failed, or there are none."""
+        if not requests:
+            return None
         most_in_flight = max(request.num_in_flight_tokens for request in requests)
         try:
             proposals = self._proposer.propose(requests, most_in_flight + self._num_drafts)
@@ -169,6 +239,10 @@ class HostDrafts:
             ahead = request.num_in_flight_tokens
             path = tuple(token_ids)[: ahead + self._num_drafts]
             paths.append(DraftPath(len(request.token_ids), ahead, path))
+            row = self._row(request)
+            num_new = len(request.token_ids) - row.num_read
+            self._time_to_look -= LOOK_SECONDS + TOKEN_SECONDS * num_new
+            row.num_read += num_new
         return paths
 
     def _lengths(self, rows: Sequence[_Row], room: Sequence[int]) -> list[int]:
@@ -195,10 +269,11 @@ class HostDrafts:
             row = self._rows[request] = _Row(record, record.survival(), record.expected())
         return row
 
-    def _begin(self, row: _Row, path: DraftPath) -> None:
+    def _begin(self, request: Request, row: _Row, path: DraftPath) -> None:
         """Tries a path; if it has no drafts, that is all there is to know about it."""
         if path.drafts:
             row.trial = path
+            self._trials.append((request, row))
         else:
             self._learn(row, path.start, 0, 0, 0)
 
@@ -227,24 +302,28 @@ class HostDrafts:
 
 
 class _Forecast:
-    """What drafts would bring the next step, by the requests of the last one."""
+    """What drafts would bring the next step, by those requests of which the proposer was asked:
+    no others have any."""
 
     def __init__(self, num_positions: int) -> None:
         self._expected = [0.0] * num_positions
         self._offered = 0.0
         """Of a request: what ``_Row.expected`` and ``DraftRecord.offered`` are on average."""
-        self._rows: list[_Row] = []
+        self.is_new = False
+        """It was not asked for since it changed."""
 
-    def add(self, row: _Row) -> None:
-        self._rows.append(row)
+    def take_in(self, requests: Sequence[Request], known: WeakKeyDictionary[Request, _Row]) -> None:
+        """These are the step's requests."""
+        rows = [row for row in map(known.get, requests) if row is not None]
+        if rows:
+            count = len(requests)
+            columns = zip(*(row.expected for row in rows), strict=True)
+            self._expected = [sum(column) / count for column in columns]
+            self._offered = sum(row.record.offered for row in rows) / count
+            self.is_new = True
 
     def of_step(self, num_rows: int) -> tuple[list[float], float]:
         """Of each position, how many drafts of so many requests would be accepted there; and how
         likely any request has one."""
-        if self._rows:
-            count = len(self._rows)
-            columns = zip(*(row.expected for row in self._rows), strict=True)
-            self._expected = [sum(column) / count for column in columns]
-            self._offered = sum(row.record.offered for row in self._rows) / count
-            self._rows.clear()
+        self.is_new = False
         return [num_rows * share for share in self._expected], 1 - (1 - self._offered) ** num_rows

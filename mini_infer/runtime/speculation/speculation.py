@@ -1,6 +1,7 @@
 """What the scheduler asks and tells about drafts, whoever proposes them."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from mini_infer.core.batch import Chunk
 from mini_infer.core.engine_config import EngineConfig
@@ -12,6 +13,11 @@ from mini_infer.runtime.speculation.chunk_drafts import NO_DRAFTS, ChunkDrafts
 from mini_infer.runtime.speculation.controller import DraftController
 from mini_infer.runtime.speculation.host_drafts import HostDrafts
 from mini_infer.runtime.speculation.load import load_proposer
+
+NUM_NEW_TOKENS, NUM_DRAFTS, NUM_PROPOSED, START_KNOWN = (
+    attrgetter(name) for name in ("num_new_tokens", "num_drafts", "num_proposed", "start_known")
+)
+"""Each is mapped over all chunks of every step."""
 
 
 class Speculation:
@@ -41,6 +47,8 @@ class Speculation:
         self._share = 0
         """Drafts that each decoding request may have verified in a step."""
         self._proposals: dict[str, tuple[int, ...]] = {}
+        self._told: dict[int, tuple[float, float]] = {}
+        """Of the step that is taken in, by the number of drafts: ``_seconds``."""
 
     def plan_step(
         self, decoding: Sequence[Request], num_prefilling: int, others_wait: bool
@@ -74,6 +82,8 @@ class Speculation:
         num_drafts = max(0, min(request.num_drafts, room, self._share))
         # What is sampled here is one token more, and so may be what is proposed behind that.
         most = min(self._num_proposed, room - num_drafts - 1, self._share)
+        if not num_drafts and most <= 0:
+            return NO_DRAFTS
         return ChunkDrafts(num_drafts, (), max(0, most))
 
     def _room(self, request: Request) -> int:
@@ -93,35 +103,17 @@ class Speculation:
         """The engine was idle until now: that time was no step's."""
         self._last_end = None
 
-    def end_step(self, chunks: Sequence[Chunk], now: float) -> None:
-        """A step of these chunks is over by ``now``. From one end to the next is what a step really
-        takes, whether the device was busy all the time or waited for the host."""
-        last_end, self._last_end = self._last_end, now
-        decoding = [c for c in chunks if c.samples and c.num_new_tokens == 1 + c.num_drafts]
-        if self._host is None or not decoding:
-            return
-        seconds = None if last_end is None else now - last_end
-        if len(decoding) < len(chunks) or self._is_pipelined:  # prompts, or other steps, take some
-            seconds = None
-        num_drafts = max(chunk.num_drafts for chunk in decoding)
-        self._controller.end_step(len(decoding), num_drafts, seconds)
-
     def take_in(self, request: Request, chunk: Chunk, num_tokens: int, num_rows: int) -> None:
-        """A step of ``num_rows`` requests gave this one ``num_tokens``, of which all but one were
-        drafts."""
-        if not chunk.num_drafts:
-            if self._host is not None:
-                self._host.watch(request)
-            return
+        """A step of ``num_rows`` requests verified drafts of this one, and gave it ``num_tokens``,
+        of which all but one were drafts."""
         num_accepted = num_tokens - 1
-        seconds = self._controller.seconds(num_rows, chunk.num_drafts)
-        plain_seconds = num_tokens * self._controller.plain_seconds(num_rows)
         if self._host is not None:
             place = chunk.num_computed_tokens + chunk.num_new_tokens - chunk.num_drafts
             self._host.verified(request, place, num_accepted)
         else:
             self._controller.record(chunk.num_drafts, num_accepted)
         if self._events.wants(DraftsVerified):
+            seconds, plain_seconds = self._seconds(num_rows, chunk.num_drafts)
             self._events.emit(
                 DraftsVerified(
                     self._events.now(),
@@ -129,6 +121,40 @@ class Speculation:
                     chunk.num_drafts,
                     num_accepted,
                     seconds,
-                    plain_seconds,
+                    num_tokens * plain_seconds,
                 )
             )
+
+    def end_step(self, chunks: Sequence[Chunk], requests: Sequence[Request], now: float) -> None:
+        """A step of these chunks is over by ``now``; its tokens were taken in. From one end to the
+        next is what a step really takes, whether the device was busy all the time or waited for the
+        host."""
+        last_end, self._last_end = self._last_end, now
+        self._told.clear()
+        num_rows = len(chunks)
+        num_drafts = num_proposed = 0
+        is_plain = sum(map(NUM_NEW_TOKENS, chunks)) == num_rows
+        is_pure = True
+        if not is_plain:
+            num_drafts = max(map(NUM_DRAFTS, chunks))
+            is_pure = all(c.samples and c.num_new_tokens == 1 + c.num_drafts for c in chunks)
+        if self._host is None:
+            num_proposed = max(map(NUM_PROPOSED, chunks))
+        if not num_drafts and not num_proposed and not all(map(START_KNOWN, chunks)):
+            is_pure = False  # neither plain nor with drafts: it runs as the latter do
+        seconds = None if last_end is None else now - last_end
+        if not is_pure or self._is_pipelined:  # prompts, or other steps, take some
+            seconds = None
+        if seconds is not None or num_drafts or num_proposed:
+            self._controller.end_step(num_rows, num_drafts, seconds, num_proposed)
+        if self._host is not None and is_pure:
+            self._host.watch(requests)
+
+    def _seconds(self, num_rows: int, num_drafts: int) -> tuple[float, float]:
+        """Of the step that is taken in, with so many drafts of each request, and of a plain one."""
+        told = self._told.get(num_drafts)
+        if told is None:
+            seconds = self._controller.seconds(num_rows, num_drafts)
+            told = seconds, self._controller.plain_seconds(num_rows)
+            self._told[num_drafts] = told
+        return told

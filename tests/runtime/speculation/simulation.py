@@ -129,8 +129,7 @@ class HostRun:
             self.plain_seconds += (accepted + 1) * plain_seconds / num_rows
             if proposal:
                 self.drafts.verified(request, place, accepted)
-            else:
-                self.drafts.watch(request)
+        self.drafts.watch(requests)
 
     @property
     def speedup(self) -> float:

@@ -108,8 +108,7 @@ def test_only_drafts_of_requests_for_which_they_are_right_are_verified() -> None
             request.token_ids += [5] * (accepted + 1)
             if drafts:
                 ours.drafts.verified(request, place, accepted)
-            else:
-                ours.drafts.watch(request)
+        ours.drafts.watch(requests)
     assert lengths[-1][0] == 0
     assert lengths[-1][1] >= 3
 
@@ -130,8 +129,7 @@ def test_a_request_whose_drafts_were_cut_has_them_again_once_they_are_right() ->
         request.token_ids += [5] * (accepted + 1)
         if drafts:
             run.drafts.verified(request, place, accepted)
-        else:
-            run.drafts.watch(request)
+        run.drafts.watch([request])
     assert lengths[29] == 0
     assert lengths[-1] == 4
 
