@@ -14,21 +14,15 @@ def root_hash(cache_salt: str) -> bytes:
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, person=b"mini-infer root").digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """128-bit BLAKE2b over the parent's hash and the block's token ids.
-
-    Cryptographic on purpose: with a weak mix, a user could craft a prompt that collides with
-    another's and be served the other's KV.
-    """
-    hasher = _EMPTY.copy()
-    hasher.update(parent + _token_bytes(token_ids))
-    return hasher.digest()
-
-
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, cache_salt: str
 ) -> None:
-    """Appends the hashes of the blocks of ``token_ids`` that are full and not hashed yet.
+    """Appends the hashes of the blocks of ``token_ids`` that are full and not hashed yet: 128-bit
+    BLAKE2b over the parent's hash and the block's ids.
+
+    Cryptographic on purpose: with a weak mix, a user could craft a prompt that collides with
+    another's and be served the other's KV. Four bytes an id, which is a row of a vocabulary; one
+    that needs more raises and never wraps around.
 
     A first token waits for this over its whole prompt: the ids are packed once, and a copy of an
     empty hasher costs less than a new one.
@@ -37,7 +31,7 @@ def extend_block_hashes(
     if first == last:
         return
     parent = hashes[-1] if hashes else root_hash(cache_salt)
-    data = _token_bytes(token_ids[first * block_size : last * block_size])
+    data = array("I", token_ids[first * block_size : last * block_size]).tobytes()
     size = len(data) // (last - first)
     new_hasher = _EMPTY.copy
     for start in range(0, len(data), size):
@@ -45,8 +39,3 @@ def extend_block_hashes(
         hasher.update(parent + data[start : start + size])
         parent = hasher.digest()
         hashes.append(parent)
-
-
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Four bytes a token: an id is a row of a vocabulary."""
-    return array("I", token_ids).tobytes()

@@ -66,6 +66,35 @@ def test_sharing_revives_a_cached_block_and_counts_references() -> None:
     pool.check_invariants()
 
 
+def test_a_look_up_ends_at_the_first_block_that_is_not_there() -> None:
+    pool = BlockPool(3)
+    first, _, third = pool.allocate(3) or []
+    assert pool.publish([first, third], [hash_of(1), hash_of(3)]) == [hash_of(1), hash_of(3)]
+    assert pool.lookup([hash_of(1), hash_of(2), hash_of(3)]) == [first]
+    assert pool.lookup([]) == []
+
+
+def test_of_a_run_only_what_is_new_is_published() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(4) or []
+    hashes = [hash_of(number) for number in range(4)]
+    assert pool.publish(blocks[:2], hashes[:2]) == hashes[:2]
+    assert pool.publish(blocks, hashes) == hashes[2:]
+    assert pool.lookup(hashes) == blocks
+    assert pool.publish(blocks, hashes) == []
+
+
+def test_blocks_are_taken_from_the_free_ones_then_from_the_cached_ones() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(4) or []
+    pool.publish(blocks[:2], [hash_of(0), hash_of(1)])
+    pool.release(reversed(blocks))
+    assert pool.num_unreferenced(blocks) == 4
+    # Freed last, taken first; cached first, evicted first.
+    assert pool.allocate(4) == [blocks[2], blocks[3], blocks[1], blocks[0]]
+    pool.check_invariants()
+
+
 def test_a_look_up_changes_nothing() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2) or []
@@ -136,25 +165,33 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.held))
-        self.counter += 1
-        self.pool.publish([block], [hash_of(self.counter)])
-        self.content.setdefault(block, hash_of(self.counter))
+        blocks = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        hashes = [hash_of(self.counter + number) for number in range(len(blocks))]
+        self.counter += len(blocks)
+        new = [
+            hash_ for block, hash_ in zip(blocks, hashes, strict=True) if block not in self.content
+        ]
+        assert self.pool.publish(blocks, hashes) == new
+        self.content = dict(zip(blocks, hashes, strict=True)) | self.content
 
     @precondition(lambda self: self.content)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.content)))
-        assert self.pool.lookup([self.content[block]]) == [block]
-        self.pool.share([block])
-        self.held.append(block)
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.content)), unique=True))
+        hashes = [self.content[block] for block in blocks]
+        assert self.pool.lookup([*hashes, b"of none", *hashes]) == blocks
+        unreferenced = len(set(blocks) - set(self.held))
+        assert self.pool.num_unreferenced(blocks) == unreferenced
+        self.pool.share(blocks)
+        self.held += blocks
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.held))
-        self.held.remove(block)
-        self.pool.release([block])
+        blocks = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        for block in blocks:
+            self.held.remove(block)
+        self.pool.release(blocks)
 
     @rule()
     def reset(self) -> None:
