@@ -5,19 +5,20 @@ from dataclasses import dataclass
 from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.core.step_costs import StepCosts
 
-PRIOR_STEPS = 3
+PRIOR_PLAIN = 1
+PRIOR_DRAFTED = 3
 PLAIN_MEMORY = 64
 DRAFT_MEMORY = 16
 """In steps: what those that were measured at start-up count for, beside those that are timed; and
 how many of the latter are remembered."""
 EXCESS_KEPT = 0.998
 """By each plain step, of what drafts took longer: nobody knows whether they still would."""
-FIRST_UNSEEN = 12
-MOST_UNSEEN = 256
 REST = 5
-"""So many steps with drafts, of none or few plain ones and then always, are followed by a rest of
-so many plain ones: those behind the last drafts in flight tell what drafts are to be compared
-with."""
+UNSEEN_A_REST = 24
+MOST_UNSEEN = 256
+"""Before the first drafts of a number of requests (twice as many), and again behind so many steps with drafts for
+each plain one that was timed, up to ``MOST_UNSEEN``, so many steps have none: those behind the last
+drafts in flight tell what drafts are to be compared with."""
 
 
 @dataclass(slots=True)
@@ -29,11 +30,11 @@ class _Seen:
     excess: float = 0.0
     """Seconds that steps with drafts take beyond what they should by costs and factor; below 0
     where they take less."""
-    num_plain: int = PRIOR_STEPS
-    num_drafted: int = PRIOR_STEPS
+    num_plain: int = PRIOR_PLAIN
+    num_drafted: int = PRIOR_DRAFTED
     """Steps that the two are the mean of."""
-    num_unseen: int = MOST_UNSEEN - FIRST_UNSEEN
-    """Steps with drafts since a plain one was timed."""
+    num_unseen: int = MOST_UNSEEN
+    """Steps with drafts since a plain one was timed, or since a rest."""
     rest: int = 0
     """Steps of a rest that are left."""
 
@@ -50,6 +51,8 @@ class StepTimes:
         """Of each number of requests, by the costs: of each of ``draft_counts``."""
         self._seen: dict[int, _Seen] = {}
         self._latest = _Seen()
+        self._timed = False
+        """Was any step? Else there is no use in rests."""
 
     def plain(self, num_rows: int) -> float:
         """A step without drafts."""
@@ -85,11 +88,14 @@ class StepTimes:
         is_plain = not num_drafts and not num_proposed
         expected = plain if is_plain else self.step(num_rows, num_drafts, num_proposed)
         took = min(seconds, expected + plain)
-        if num_drafts:
+        self._timed = True
+        if num_drafts and seen.num_plain > PRIOR_PLAIN:
             seen.num_drafted = min(seen.num_drafted + 1, DRAFT_MEMORY)
-            seen.excess += max(took - expected, -plain) / seen.num_drafted
-            seen.num_unseen += 1
-        elif is_plain:
+            least = plain - expected + seen.excess  # at which it would be as long as a plain one
+            excess = seen.excess + (took - expected) / seen.num_drafted
+            seen.excess = max(excess, min(seen.excess, least))
+        seen.num_unseen += 1
+        if is_plain:
             seen.num_plain = min(seen.num_plain + 1, PLAIN_MEMORY)
             seen.factor *= 1.0 + (max(took / plain, 0.5) - 1.0) / seen.num_plain
             seen.excess *= EXCESS_KEPT
@@ -99,8 +105,10 @@ class StepTimes:
     def rests(self, num_rows: int) -> bool:
         """Asked once for each step that would have drafts: shall it be plain, for comparison?"""
         seen = self._at(num_rows)
-        if not seen.rest and seen.num_unseen >= MOST_UNSEEN:
-            seen.rest, seen.num_unseen = REST, MOST_UNSEEN - 8 * REST
+        most = min(UNSEEN_A_REST * seen.num_plain, MOST_UNSEEN)
+        if self._timed and not seen.rest and seen.num_unseen >= most:
+            is_first = seen.num_plain == PRIOR_PLAIN
+            seen.rest, seen.num_unseen = 2 * REST if is_first else REST, 0
         seen.rest = max(0, seen.rest - 1)
         return seen.rest > 0
 

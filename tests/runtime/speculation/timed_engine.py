@@ -2,6 +2,7 @@
 that takes its time between a result and the next launch, and requests that are told what to answer.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,9 +42,14 @@ class TimedDevice:
         told: StepCosts | None = None,
         host: float = 0.0,
         latency: float = 0.0,
+        draft_host: float = 0.0,
+        acceptance: float = 0.0,
     ) -> None:
-        """``told`` is what the engine is told that they are."""
+        """``told`` is what the engine is told that they are. The host takes ``draft_host`` seconds
+        more for each request that has drafts. Those that the device itself proposes are right with
+        the likelihood of ``acceptance``, each by a die of its own."""
         self.costs, self.told = costs, told or costs
+        self.draft_host, self.acceptance = draft_host, acceptance
         self.host, self.latency = host, latency
         self.now = 0.0
         self.texts: dict[str, Sequence[int]] = {}
@@ -62,13 +68,16 @@ class TimedDevice:
         pass
 
     def submit(self, batch: ScheduledBatch) -> _Step:
-        self.now += self.host
+        num_verifications = sum(chunk.num_drafts > 0 for chunk in batch.chunks)
+        self.now += self.host + self.draft_host * num_verifications
         most = max(chunk.num_drafts for chunk in batch.chunks)
+        proposed = max(chunk.num_proposed for chunk in batch.chunks)
         seconds = self.costs.verify_seconds(len(batch.chunks), most)
+        seconds += self.costs.propose_seconds(len(batch.chunks), proposed)
         self._free_at = max(self.now, self._free_at) + seconds
         self.num_steps += 1
         self.num_drafts += sum(chunk.num_drafts for chunk in batch.chunks)
-        self.num_verifications += sum(chunk.num_drafts > 0 for chunk in batch.chunks)
+        self.num_verifications += num_verifications
         return _Step(self, self._free_at, StepOutput(tuple(map(self._sampled, batch.chunks))))
 
     def _sampled(self, chunk: Chunk) -> tuple[int, ...]:
@@ -78,11 +87,17 @@ class TimedDevice:
         planned = chunk.num_computed_tokens + chunk.num_new_tokens - chunk.num_drafts
         start = planned if chunk.start_known else self._lengths[chunk.request_id]
         right = 0
-        if start == planned:  # else what stands there is another step's, and wrong
+        if not chunk.draft_token_ids:  # the device's own, which stand where it knows
+            while right < chunk.num_drafts and self._is_right(chunk, start + right):
+                right += 1
+        elif start == planned:  # else what stands there is another step's, and wrong
             while right < chunk.num_drafts and text[start + right] == chunk.draft_token_ids[right]:
                 right += 1
         self._lengths[chunk.request_id] = start + right + 1
         return tuple(text[start : start + right + 1])
+
+    def _is_right(self, chunk: Chunk, place: int) -> bool:
+        return random.Random(f"{chunk.request_id}, {place}").random() < self.acceptance
 
 
 class TimedEngine:
@@ -99,14 +114,17 @@ class TimedEngine:
 
     def answer(self, *texts: tuple[Sequence[int], Sequence[int]]) -> float:
         """Gives each prompt its answer, all at once; the seconds from the first token of any on."""
+        times = self.times(*texts)
+        begin = min(begin for begin, _ in times)
+        return max(end for _, end in times) - begin
+
+    def times(self, *texts: tuple[Sequence[int], Sequence[int]]) -> list[tuple[float, float]]:
+        """Likewise; when the first and the last token of each was there."""
         requests = []
         for prompt, answer in texts:
             name, self._num_requests = str(self._num_requests), self._num_requests + 1
-            self.device.texts[name] = [
-                *prompt,
-                *answer,
-                *answer[-1:],
-            ]  # one behind: a step too many
+            behind = answer[-1:] * 17  # steps too many, and drafts of theirs
+            self.device.texts[name] = [*prompt, *answer, *behind]
             params = SamplingParams(max_tokens=len(answer))
             requests.append(Request(name, list(prompt), params, seed=0, max_tokens=len(answer)))
         self.core.add(requests)
@@ -114,5 +132,4 @@ class TimedEngine:
             self.core.step()
         for request, (_, answer) in zip(requests, texts, strict=True):
             assert request.output_token_ids == list(answer)
-        begin = min(request.first_token_time or 0.0 for request in requests)
-        return max(request.last_token_time or 0.0 for request in requests) - begin
+        return [(r.first_token_time or 0.0, r.last_token_time or 0.0) for r in requests]
