@@ -47,41 +47,36 @@ class _Writes:
 
     row_length: int
     starts: list[int] = field(default_factory=list)
-    values: list[Sequence[int]] = field(default_factory=list)
+    values: list["array[int]"] = field(default_factory=list)
+    """Integers from 0 on, packed as unsigned ones: a third of the time that NumPy takes to read
+    thousands of Python's, or ``array`` signed ones. A first token waits for its prompt's."""
 
     def add(self, row: int, column: int, values: Sequence[int]) -> None:
         """Values that go on where the last ones end, as a chunk's blocks behind those of its
         request's prefix do, join them."""
         start = row * self.row_length + column
         if self.starts and start == self.starts[-1] + len(self.values[-1]):
-            self.values[-1] = (*self.values[-1], *values)
+            self.values[-1].extend(values)
         elif values:
             self.starts.append(start)
-            self.values.append(values)
+            self.values.append(array("Q", values))
 
     def apply_to(self, table: Tensor) -> None:
         if len(self.values) <= FEW_WRITES:
+            kind = np.int64 if table.dtype == torch.int64 else np.int32
             for start, values in zip(self.starts, self.values, strict=True):
                 row = table.view(-1)[start : start + len(values)]
-                copy_to_device(_packed(values, table.dtype), row)
+                copy_to_device(np.frombuffer(values, np.int64).astype(kind, copy=False), row)
             return
         counts = [len(values) for values in self.values]
         packed = np.empty((2, sum(counts)), dtype=np.int64)
         end = 0
         for start, count, values in zip(self.starts, counts, self.values, strict=True):
             packed[0, end : end + count] = np.arange(start, start + count)
-            packed[1, end : end + count] = _packed(values, torch.int64)
+            packed[1, end : end + count] = np.frombuffer(values, np.int64)
             end += count
         places, values_there = to_device(packed, table.device)
         table.view(-1).index_copy_(0, places, values_there.to(table.dtype))
-
-
-def _packed(values: Sequence[int], dtype: torch.dtype) -> NDArray[Any]:
-    """Integers from 0 on as an array for a table of ``dtype``. NumPy takes three times as long to
-    read thousands of Python's, and a first token waits for its prompt's."""
-    if dtype == torch.int64:
-        return np.frombuffer(array("Q", values), dtype=np.int64)
-    return np.frombuffer(array("I", values), dtype=np.int32)
 
 
 class DeviceState:

@@ -45,3 +45,25 @@ def test_tokens_and_blocks_of_a_step(count: int) -> None:
     (first, *_) = slots
     state.take_in(ScheduledBatch(1, (Chunk(str(first), first, 9, 1, (33,)),)))
     assert state.block_table[first, len(shared[first]) + 3] == 33
+
+
+def test_rows_that_are_full_go_on_in_the_next_one() -> None:
+    """Values of neighbours are one write there."""
+    config = make_config(max_num_seqs=3, max_model_len=8, block_size=4)
+    state = DeviceState(config, CPU)
+    prompts = [tuple(range(10 * slot, 10 * slot + 8)) for slot in range(3)]
+    blocks = [(slot, slot + 3) for slot in range(3)]
+    state.take_in(
+        ScheduledBatch(
+            0,
+            tuple(Chunk(str(slot), slot, 0, 8) for slot in range(3)),
+            tuple(
+                Admission(
+                    str(slot), slot, prompts[slot], 8, SamplingParams(), 0, block_ids=blocks[slot]
+                )
+                for slot in range(3)
+            ),
+        )
+    )
+    assert state.token_table[:3].tolist() == [list(prompt) for prompt in prompts]
+    assert state.block_table[:3].tolist() == [[0, 3], [1, 4], [2, 5]]
