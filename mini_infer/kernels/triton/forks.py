@@ -55,9 +55,11 @@ def run_in_forks(tasks: Sequence[Task]) -> Generator[int, None, None]:
             for end in ends:
                 os.close(end)
             for fork in forks:
-                with suppress(ProcessLookupError, ChildProcessError):  # SIGCHLD may be ignored
-                    os.kill(fork, signal.SIGKILL)
-                    os.waitpid(fork, 0)
+                # SIGCHLD may be ignored: then one that is over leaves its number to others.
+                with suppress(ProcessLookupError, ChildProcessError):
+                    if os.waitpid(fork, os.WNOHANG) == (0, 0):
+                        os.kill(fork, signal.SIGKILL)
+                        os.waitpid(fork, 0)
 
 
 @contextmanager

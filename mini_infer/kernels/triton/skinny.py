@@ -13,12 +13,7 @@ import triton
 from torch import Tensor
 
 from mini_infer.kernels.reference import Norm
-from mini_infer.kernels.triton.launch import (
-    num_sms,
-    power_of_two,
-    shared_memory,
-    starts_early,
-)
+from mini_infer.kernels.triton.launch import num_sms, power_of_two, shared_memory, starts_early
 from mini_infer.kernels.triton.norm import rms_norm
 from mini_infer.kernels.triton.skinny_fragments import fragment_kernel
 from mini_infer.kernels.triton.skinny_plans import (

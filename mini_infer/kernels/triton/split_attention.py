@@ -15,12 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.metadata import AttentionMetadata
-from mini_infer.kernels.triton.launch import (
-    num_sms,
-    power_of_two,
-    shared_memory,
-    starts_early,
-)
+from mini_infer.kernels.triton.launch import num_sms, power_of_two, shared_memory, starts_early
 from mini_infer.kernels.triton.paged_tiles import attend_tile, key_alignment, key_blocks, load_tiles
 from mini_infer.kernels.triton.pieces import PIECE_FIELDS, ROW_FIELDS, piece_kernel
 from mini_infer.kernels.triton.tiles import Tiles, fit
@@ -28,6 +23,7 @@ from mini_infer.kernels.triton.tiles import Tiles, fit
 LEAST_KEYS = 64
 """Keys of a piece, at least: fewer cost more to weigh than to read."""
 MANY_KV_HEADS = 16
+"""So many read enough at once, even in a single row, for bandwidth to count and not latency."""
 SPLITS = True
 """Whether contexts are cut at all."""
 JOINED_DIMS, JOINED_PIECES = 32, 64
