@@ -96,8 +96,9 @@ class ChunkGraphs:
     def record(self, shape: Shape) -> None:
         """Records one graph."""
         self._write_rehearsal(shape)
-        is_alone = self._config.num_ranks == 1  # see ``RowGraphs.capture``
-        is_rehearsed = bool(self._graphs) and is_alone and shape[1] <= SHORT_STEP
+        # As in ``RowGraphs.capture``; of longer shapes ``rehearse`` runs none.
+        is_alone, is_short = self._config.num_ranks == 1, shape[1] <= SHORT_STEP
+        is_rehearsed = bool(self._graphs) and is_alone and is_short
         step = partial(self._step, shape)
         self._graphs[shape] = record(step, self._pool, is_rehearsed=is_rehearsed)
 

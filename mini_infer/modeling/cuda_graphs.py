@@ -93,7 +93,7 @@ class RowGraphs(ABC):
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Records the graphs, by default all. The largest comes first: the others reuse its memory.
 
-        Their kernels run, on the null slot.
+        What runs before that does so on the null slot: the largest, and of several ranks all.
         """
         with torch.inference_mode():
             bar = tqdm(
