@@ -1,5 +1,6 @@
 """The steps that start-up rehearses are steps that a runner can run, however small its limits."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,16 @@ from typing import Any
 import pytest
 
 from mini_infer.core.batch import ScheduledBatch
+from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.speculative_config import SpeculativeConfig
+from mini_infer.modeling import chunk_graphs, cuda_graphs
+from mini_infer.modeling.chunk_graphs import ChunkGraphs
+from mini_infer.modeling.cuda_graphs import DecodeGraphs
 from mini_infer.modeling.kernel_warm_up import TILED_ROW, compile_kernels, rehearse, small_step
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.step_result import LocalStep, MaskedStep
-from tests.modeling.graphs_on_cpu import replay_graphs
+from tests.modeling.graphs_on_cpu import Replayed, replay_graphs
 from tests.runtime.fake_executor import TINY_MODEL, make_config
 
 SPECULATIONS = [
@@ -93,6 +98,46 @@ def test_steps_of_graphs_are_rehearsed(
 ) -> None:
     replay_graphs(monkeypatch)
     rehearse(loaded(speculative_config=speculation))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_recorded_without_a_run_was_rehearsed(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the largest of each kind runs all the same, as does everything of several ranks."""
+    replay_graphs(monkeypatch)
+    runner = loaded(max_num_seqs=9, max_num_batched_tokens=600, max_model_len=128)
+    launched: list[tuple[type, object]] = []
+    recorded: dict[tuple[type, object], bool] = {}
+    for kind in (DecodeGraphs, ChunkGraphs):
+
+        def step(graphs: Any, shape: object, launch: Callable[..., None] = kind._step) -> None:
+            launched.append((type(graphs), shape))
+            launch(graphs, shape)
+
+        monkeypatch.setattr(kind, "_step", step)
+
+    def noted(step: Any, pool: Any, is_rehearsed: bool) -> Replayed:
+        recorded[type(step.func.__self__), *step.args] = is_rehearsed
+        return Replayed(step, pool)
+
+    for module in (chunk_graphs, cuda_graphs):
+        monkeypatch.setattr(module, "record", noted)
+    rehearse(runner)
+    rehearsed = set(launched)
+    monkeypatch.setattr(EngineConfig, "num_ranks", num_ranks)
+    runner.init_cache(80)
+    runner.capture_graphs()
+    assert {(DecodeGraphs, 9), (ChunkGraphs, (10, 600))} <= recorded.keys()
+    without_run = {graph for graph, is_rehearsed in recorded.items() if is_rehearsed}
+    if num_ranks > 1:
+        assert not without_run
+        return
+    assert without_run <= rehearsed
+    assert recorded.keys() - without_run == {
+        (DecodeGraphs, 9),
+        (ChunkGraphs, (10, 600)),
+    }
 
 
 def test_of_layers_that_launch_the_same_one_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
