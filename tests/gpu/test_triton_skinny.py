@@ -1,7 +1,6 @@
 """Small-batch products on a GPU at the sizes of Qwen2.5-7B, Qwen3-0.6B and SmolLM2-135M."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ from torch import Tensor
 
 from mini_infer.kernels import reference
 from mini_infer.kernels.triton import skinny
-from mini_infer.kernels.triton.launch import runs_hopper_gluon
-from mini_infer.kernels.triton.skinny_plans import StreamPlan
 
 DEVICE = torch.device("cuda")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -79,10 +76,6 @@ def test_kernels_that_start_early_wait_for_what_they_read(
     hidden: int, inner: int, num_rows: int
 ) -> None:
     """A graph of layers, each of which reads what the one before writes, again and again."""
-    assert_replays_agree(hidden, inner, num_rows)
-
-
-def assert_replays_agree(hidden: int, inner: int, num_rows: int) -> None:
     dtype, layers = torch.bfloat16, 24
     expand = [random(2 * inner, hidden, dtype=dtype) * 0.03 for _ in range(layers)]
     shrink = [random(hidden, inner, dtype=dtype) * 0.02 for _ in range(layers)]
@@ -110,98 +103,7 @@ def assert_replays_agree(hidden: int, inner: int, num_rows: int) -> None:
     assert (eager.double() - exact).norm() / exact.norm() < 3e-2
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has every product streamed, as a plan says."""
-    if not runs_hopper_gluon(DEVICE):
-        pytest.skip("no Hopper")
-
-    def with_plan(plan: StreamPlan, of_gates: StreamPlan | None = None) -> None:
-        def planned(num_rows: int, weight: Tensor, norms: bool, gated: bool) -> StreamPlan:
-            return of_gates if gated and of_gates is not None else plan
-
-        monkeypatch.setattr(skinny, "plan", planned)
-
-    return with_plan
-
-
-BY_STREAMED_ROWS = pytest.mark.parametrize("num_rows", [1, 9, 16, 33, 64, 100, 128])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@BY_STREAMED_ROWS
-@pytest.mark.parametrize(
-    ("num_outputs", "size", "plan"),
-    [
-        (4608, 3584, StreamPlan(64, 128, 2, None, True)),
-        (3584, 18944, StreamPlan(64, 64, 2, None, True)),
-        (1000, 3600, StreamPlan(64, 64, 5, 3, False)),  # tiles and steps that end outside
-        (77, 64, StreamPlan(128, 64, 1, None, False)),  # fewer steps than the ring has
-    ],
-)
-def test_streamed_products(
-    num_outputs: int,
-    size: int,
-    plan: StreamPlan,
-    num_rows: int,
-    dtype: torch.dtype,
-    streams: Callable[..., None],
-) -> None:
-    streams(plan)
-    weight, bias = random(num_outputs, size, dtype=dtype), random(num_outputs, dtype=dtype)
-    values, scale = random(num_rows * size + 1, dtype=dtype), random(size, dtype=dtype)
-    residual = random(num_rows, num_outputs, dtype=dtype)
-    norm = scale.double(), EPS
-    for offset in (0, 1):  # the second is not where the copy engine takes a matrix
-        x = values[offset:][: num_rows * size].view(num_rows, size)
-        exact = x.double(), weight.double(), bias.double()
-        assert_near(skinny.linear(x, weight), reference.linear(*exact[:2]))
-        out = skinny.linear(x, weight, bias, (scale, EPS))
-        assert_near(out, reference.linear(*exact, norm))
-        exact_sum = reference.add_linear_(residual.double(), *exact)
-        assert_near(skinny.add_linear_(residual.clone(), x, weight, bias), exact_sum)
-    assert not skinny.arrivals(weight.device).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@BY_STREAMED_ROWS
-@pytest.mark.parametrize(
-    ("num_outputs", "size", "plan"),
-    [
-        (18944, 3584, StreamPlan(64, 64, 1, 3, False)),
-        (8960, 1536, StreamPlan(128, 64, 1, None, False)),
-        (1000, 208, StreamPlan(64, 128, 2, None, True)),
-    ],
-)
-def test_streamed_gated_products(
-    num_outputs: int,
-    size: int,
-    plan: StreamPlan,
-    num_rows: int,
-    dtype: torch.dtype,
-    streams: Callable[..., None],
-) -> None:
-    streams(plan)
-    weight, bias = random(2 * num_outputs, size, dtype=dtype), random(2 * num_outputs, dtype=dtype)
-    x, scale = random(num_rows, size, dtype=dtype), random(size, dtype=dtype)
-    exact, norm = (x.double(), weight.double()), (scale.double(), EPS)
-    out = skinny.gated_linear(x, weight, norm=(scale, EPS))
-    assert_near(out, reference.gated_linear(*exact, norm=norm))
-    out = skinny.gated_linear(x, weight, bias)
-    assert_near(out, reference.gated_linear(*exact, bias.double()))
-
-
-@BY_STREAMED_ROWS
-@pytest.mark.parametrize("at_once", [False, True])
-def test_streamed_kernels_wait_for_what_they_read(
-    at_once: bool, num_rows: int, streams: Callable[..., None]
-) -> None:
-    gates = StreamPlan(64, 64, 1, 3, at_once)
-    streams(StreamPlan(64, 64, 4, None, at_once), gates)
-    assert_replays_agree(1024, 4096, num_rows)
-
-
-@pytest.mark.parametrize("num_rows", [9, 16, 24, 40, 64])
+@pytest.mark.parametrize("num_rows", [9, 16, 24, 32])
 def test_products_of_a_7b_model_with_their_plans(num_rows: int) -> None:
     dtype = torch.bfloat16
     x = random(num_rows, 3584, dtype=dtype)

@@ -1,9 +1,8 @@
 """Kernels are compiled by forks and not run: for a GPU that a fake driver claims to be there."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -60,21 +59,8 @@ def test_this_process_compiles_what_no_fork_did(
     assert len(fake.loaded) == 1
 
 
-def gluon_kernel() -> JITFunction[Any]:
-    """``store`` in the language below Triton, whose sources are a class of their own."""
-    gluon = pytest.importorskip("triton.experimental.gluon")
-    gl = pytest.importorskip("triton.experimental.gluon.language")
-
-    def store(out, value: gl.constexpr):  # type: ignore[no-untyped-def, name-defined]
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # type: ignore[name-defined]
-        gl.store(out + gl.arange(0, 128, layout=layout), value)
-
-    return gluon.jit(store)
-
-
-@pytest.mark.parametrize("new_kernel", [lambda: JITFunction(store), gluon_kernel])
 def test_what_is_in_the_cache_takes_no_fork(
-    new_kernel: Callable[[], JITFunction[Any]], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, forked = torch.zeros(16, dtype=torch.int32), []
 
@@ -84,7 +70,7 @@ def test_what_is_in_the_cache_takes_no_fork(
 
     monkeypatch.setattr(compile_ahead_module, "run_in_forks", run_in_forks)
     for values in ((1, 2), (1, 2, 3), (1, 2, 3)):
-        kernel = new_kernel()  # a new process's knows nothing of the last one's
+        kernel = JITFunction(store)  # a new process's knows nothing of the last one's
         with compile_ahead():
             for value in values:
                 kernel[(1,)](out, value)

@@ -4,13 +4,7 @@ import functools
 from typing import Any
 
 import torch
-import triton
 
-GLUON_VERSIONS = (3, 6), (3, 7)
-"""Of Triton: those that kernels written in Gluon are known to compile with. It is experimental, and
-what it offers may change with each."""
-COPY_ALIGNMENT = 16
-"""Bytes: at multiples of these begins a matrix that a GPU's copy engine (TMA) is to take."""
 INTERPRETED_SMS = 4
 INTERPRETED_SHARED_MEMORY = 227 * 1024
 
@@ -39,15 +33,6 @@ def starts_early(device: torch.device) -> bool:
     Such a kernel must wait (``gdc_wait``) before it reads what the predecessor writes.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
-def runs_hopper_gluon(device: torch.device) -> bool:
-    """Has the device a Hopper's copy engine and wgmma, and Triton a Gluon that we know for them?"""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return False
-    version = tuple(int(number) for number in triton.__version__.split(".")[:2])
-    return version in GLUON_VERSIONS and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def power_of_two(value: int) -> int:

@@ -23,7 +23,6 @@ from mini_infer.kernels.triton.skinny_plans import (
     MAX_PER_SM,
     PROGRAMS,
     FragmentPlan,
-    StreamPlan,
     TilePlan,
     VectorPlan,
     plan,
@@ -70,7 +69,7 @@ def _multiply(
     gated: bool,
 ) -> Tensor:
     num_rows, size = x.shape
-    chosen = plan(num_rows, weight, norm is not None, gated)
+    chosen = plan(num_rows, weight, norm is not None)
     if isinstance(chosen, FragmentPlan):
         fuses = x.dtype in FRAGMENT_NORM_DTYPES
     else:
@@ -78,12 +77,6 @@ def _multiply(
     if norm is not None and not fuses:
         x, norm = rms_norm(x, *norm), None
     x = x.contiguous()
-    if isinstance(chosen, StreamPlan):
-        from mini_infer.kernels.triton.skinny_stream import stream_product  # in Gluon
-
-        fields = chosen._asdict()
-        count = arrivals(x.device)
-        return stream_product(out, x, weight, bias, count, **fields, adds=adds, gated=gated)
     early = starts_early(x.device)
     common: dict[str, Any] = {
         "size": size,

@@ -6,12 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mini_infer.kernels.triton.launch import (
-    COPY_ALIGNMENT,
-    num_sms,
-    power_of_two,
-    runs_hopper_gluon,
-)
+from mini_infer.kernels.triton.launch import power_of_two
 
 # Measured on an H200 with the products of Qwen2.5-7B, Qwen2.5-1.5B and Qwen3-0.6B in bfloat16
 # (benchmarks/gpu_products.py): where a library's product, its norm and its gate take longer.
@@ -38,12 +33,6 @@ FRAGMENT_NORM_DTYPES = {torch.bfloat16}
 PROGRAMS = 256
 """Two for each processor, about."""
 MIN_TILE_ROWS = 8
-STREAM_ROWS = 16
-"""From 9 rows up to here products of few long lines are ours where weights can be streamed."""
-MAX_STREAM_ROWS = 64
-"""Up to here those of many long lines are."""
-MIN_STREAM_TILES = 48
-"""Of 64 outputs each, where lines are few: fewer would need many splits."""
 MAX_PER_SM = 4
 """Programs that share a processor's memory: beyond, there are waves."""
 
@@ -75,20 +64,6 @@ class TilePlan(NamedTuple):
     num_warps: int
 
 
-class StreamPlan(NamedTuple):
-    """How ``stream_kernel`` divides a product: ``tile_n`` outputs of each row to a program.
-
-    ``stages`` None: as many as half of a processor's memory holds. The next kernel is launched
-    ``at_once`` where that was measured to be faster, else when the last weights are asked for.
-    """
-
-    tile_n: int
-    tile_k: int
-    splits: int
-    stages: int | None
-    at_once: bool
-
-
 def is_skinny(num_rows: int, weight: Tensor) -> bool:
     """Are these kernels faster than the library for ``num_rows`` and this ``weight [N, K]``?"""
     lines, size = weight.shape
@@ -98,23 +73,18 @@ def is_skinny(num_rows: int, weight: Tensor) -> bool:
         return False
     if weight.dtype == torch.float32:
         return num_rows <= VECTOR_ROWS
-    if _stream_plan(num_rows, weight, gated=False) is not None:
-        return True
     return num_rows <= (MAX_ROWS if lines >= WIDE or size <= SHORT else LONG_ROWS)
 
 
 def plan(
-    num_rows: int, weight: Tensor, norms: bool = False, gated: bool = False
-) -> VectorPlan | FragmentPlan | TilePlan | StreamPlan:
+    num_rows: int, weight: Tensor, norms: bool = False
+) -> VectorPlan | FragmentPlan | TilePlan:
     """The measured best division of ``num_rows`` rows, after a norm or not, times ``weight``."""
     lines, size = weight.shape
     if weight.element_size() == 2 and num_rows > 1:
         parts = _fragment_parts(num_rows, lines, size, norms)
         if parts == 1 or (parts is not None and num_rows > VECTOR_ROWS):  # for two, plain threads
             return FragmentPlan(parts)
-    streamed = _stream_plan(num_rows, weight, gated)
-    if streamed is not None:
-        return streamed
     wide = lines >= WIDE
     if num_rows <= VECTOR_ROWS or (num_rows <= NARROW_VECTOR_ROWS and size <= SHORT and not wide):
         return _vector_plan(num_rows, lines, size)
@@ -144,32 +114,6 @@ def _fragment_parts(num_rows: int, lines: int, size: int, norms: bool) -> int | 
         if triton.cdiv(size, FRAGMENT_K * parts) * tiles <= MAX_FRAGMENTS:
             return parts
     return None
-
-
-def _stream_plan(num_rows: int, weight: Tensor, gated: bool) -> StreamPlan | None:
-    """Where streaming was measured to be faster than the library and than ``tile_kernel``."""
-    lines, size = weight.shape
-    if not LONG_ROWS < num_rows <= MAX_STREAM_ROWS or weight.element_size() != 2:
-        return None
-    if weight.data_ptr() % COPY_ALIGNMENT != 0 or not runs_hopper_gluon(weight.device):
-        return None
-    tiles, processors = triton.cdiv(lines // 2 if gated else lines, 64), num_sms(weight.device)
-    if lines < WIDE:
-        if num_rows > STREAM_ROWS or size <= SHORT or tiles < MIN_STREAM_TILES:
-            return None
-        splits = max(1, round(processors / tiles))
-        return StreamPlan(64, 128 if size <= 8192 else 64, splits, None, at_once=True)
-    if gated and num_rows <= MAX_ROWS and tiles <= 2 * processors:
-        return StreamPlan(64, 64, 1, None, at_once=False)
-    if size <= SHORT:
-        return None
-    if num_rows > MAX_ROWS:
-        return StreamPlan(128, 64, 1, None, at_once=False)
-    if num_rows > STREAM_ROWS:
-        return None
-    if gated:  # three programs a processor, so that all begin at once
-        return StreamPlan(64, 64, 1, 3, at_once=False)
-    return StreamPlan(64, 128, 1, None, at_once=False)
 
 
 def tile_rows(num_rows: int) -> int:
