@@ -173,6 +173,12 @@ class DraftController:
             took = self._times.see(num_rows, num_drafts, num_proposed, seconds)
         self._credit += charged - took
 
+    def pay(self, num_rows: int, seconds: float | None) -> None:
+        """A step without drafts took so long, as the host proposed some for the next one."""
+        plain = self.plain(num_rows)
+        if seconds is not None and self._measured:
+            self._credit -= min(max(seconds - plain, 0.0), MAX_CREDIT * plain)
+
     def earn(self, num_accepted: int) -> None:
         """A request's drafts were accepted: what plain steps would have taken is paid in."""
         self._pay_in(num_accepted * self.plain(self._num_rows) / self._num_rows)

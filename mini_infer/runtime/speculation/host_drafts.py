@@ -27,9 +27,9 @@ TRIED_ROWS = 4
 STRETCH = 32
 """In the shadow, so many requests are tried at a time, and of more each in its turn, for so many
 steps."""
-LOOK_SHARE = 0.08
+LOOK_SHARE = 0.25
 LOOK_SECONDS = 10e-6
-TOKEN_SECONDS = 1.5e-6
+TOKEN_SECONDS = 0.4e-6
 """Share of a plain step's time, of all its requests together divided by their number, that the host
 may look at what it would propose: one request's drafts gain most, and its host idles. What a look
 takes is assumed: so much, and so much for each token that came since the last one."""

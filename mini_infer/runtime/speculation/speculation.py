@@ -47,6 +47,8 @@ class Speculation:
         self._share = 0
         """Drafts that each decoding request may have verified in a step."""
         self._proposals: dict[str, tuple[int, ...]] = {}
+        self._asked = False
+        """Was a host asked for drafts since the last step was over?"""
         self._told: dict[int, tuple[float, float]] = {}
         """Of the step that is taken in, by the number of drafts: ``_seconds``."""
 
@@ -64,6 +66,7 @@ class Speculation:
         if decoding:
             self._controller.pass_step(len(decoding))
             if self._host.drafting(len(decoding)):
+                self._asked = True
                 room = [min(self._room(request), self._share) for request in decoding]
                 proposals = self._host.propose(decoding, room)
                 for request, token_ids in zip(decoding, proposals, strict=True):
@@ -130,6 +133,7 @@ class Speculation:
         next is what a step really takes, whether the device was busy all the time or waited for the
         host."""
         last_end, self._last_end = self._last_end, now
+        asked, self._asked = self._asked, False
         self._told.clear()
         num_rows = len(chunks)
         num_drafts = num_proposed = 0
@@ -145,7 +149,9 @@ class Speculation:
         seconds = None if last_end is None else now - last_end
         if not is_pure or self._is_pipelined:  # prompts, or other steps, take some
             seconds = None
-        if seconds is not None or num_drafts or num_proposed:
+        if asked and not num_drafts:
+            self._controller.pay(num_rows, seconds)
+        elif seconds is not None or num_drafts or num_proposed:
             self._controller.end_step(num_rows, num_drafts, seconds, num_proposed)
         if self._host is not None and is_pure:
             self._host.watch(requests)

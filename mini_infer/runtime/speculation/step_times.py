@@ -16,9 +16,9 @@ EXCESS_KEPT = 0.998
 REST = 5
 UNSEEN_A_REST = 24
 MOST_UNSEEN = 256
-"""Before the first drafts of a number of requests (twice as many), and again behind so many steps with drafts for
-each plain one that was timed, up to ``MOST_UNSEEN``, so many steps have none: those behind the last
-drafts in flight tell what drafts are to be compared with."""
+"""So many steps have no drafts (twice as many before the first of a number of requests), and again
+behind so many with drafts for each plain one that was timed, up to ``MOST_UNSEEN``: those behind
+the last drafts in flight tell what drafts are to be compared with."""
 
 
 @dataclass(slots=True)
