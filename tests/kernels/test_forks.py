@@ -1,6 +1,7 @@
 """Work in forked processes: what they leave behind, and what is left where one fails."""
 
 import errno
+import gc
 import os
 import resource
 import select
@@ -69,12 +70,24 @@ def test_a_fork_that_dies_takes_none_of_the_others_work(
 
 
 def test_a_fork_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "PATIENCE", 0.05)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    fork, pids = os.fork, []
+
+    def noted_fork() -> int:
+        pid = fork()
+        pids.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", noted_fork)
     (write,) = writing(tmp_path, range(1))
-    assert list(run_in_forks([signal.pause, write])) == [1]
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    done = run_in_forks([signal.pause, write])
+    assert next(done) == 1
+    monkeypatch.setattr(forks, "PATIENCE", 0.0)
+    assert not list(done)
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def test_a_fork_holds_no_descriptor_of_this_process(tmp_path: Path) -> None:
@@ -147,7 +160,7 @@ def test_a_fork_leaves_with_nothing_of_what_its_parent_would_do_next(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(forks.gc, "disable", interrupted)
+    monkeypatch.setattr(gc, "disable", interrupted)
     assert list(run_in_forks(writing(tmp_path, range(2)))) == []
     assert not any(tmp_path.iterdir())
 
