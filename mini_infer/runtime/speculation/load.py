@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from mini_infer.core.errors import InvalidConfigError, ProposerError
 from mini_infer.core.request import Request
@@ -71,9 +72,13 @@ class _Guarded:
         self._proposer = proposer
         self._name = name
         self._vocab_size = vocab_size
+        self._kept: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()
+        """A copy of each request's tokens, which costs no more than the new ones a step."""
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        lengths = [len(request.token_ids) for request in requests]
+        for request in requests:
+            kept = self._kept.setdefault(request, [])
+            kept += request.token_ids[len(kept) :]
         try:
             # Not a token is read beyond what was asked for: an iterator may go on for ever.
             answer = islice(self._proposer.propose(requests, num_drafts), len(requests) + 1)
@@ -81,9 +86,9 @@ class _Guarded:
         except Exception as error:
             raise self._error(f"{type(error).__name__}: {error}") from error
         finally:
-            grown = self._cut_back(requests, lengths)
-        if grown:
-            raise self._error("it appended to a request's token_ids: copy them first")
+            changed = self._put_back(requests)
+        if changed:
+            raise self._error("it changed a request's token_ids: copy them first")
         if len(proposals) != len(requests):
             raise self._error(
                 f"it must return drafts for each request, {len(requests)} here, and returned "
@@ -96,16 +101,16 @@ class _Guarded:
                 )
         return proposals
 
-    @staticmethod
-    def _cut_back(requests: Sequence[Request], lengths: Sequence[int]) -> bool:
-        """Takes away what was appended to tokens that are the engine's: it would wait for ever for
-        steps of theirs. Was there any?"""
-        grown = False
-        for request, length in zip(requests, lengths, strict=True):
-            if len(request.token_ids) > length:
-                del request.token_ids[length:]
-                grown = True
-        return grown
+    def _put_back(self, requests: Sequence[Request]) -> bool:
+        """Makes tokens as many again as they were, where some were appended or taken away: they are
+        the engine's, which would wait for ever for steps of theirs. Were there any?"""
+        changed = False
+        for request in requests:
+            kept = self._kept[request]
+            if len(request.token_ids) != len(kept):
+                request.token_ids[:] = kept
+                changed = True
+        return changed
 
     def _error(self, fault: str) -> ProposerError:
         return ProposerError(f"speculative proposer {self._name}, method propose(): {fault}")

@@ -41,6 +41,15 @@ class Appends(Scripted):
         return super().propose(requests, num_drafts)
 
 
+class TakesAway(Scripted):
+    """Cuts off the end of what it reads, and of one request all."""
+
+    def propose(self, requests: Sequence[Request], num_drafts: int) -> Any:
+        del requests[0].token_ids[-1]
+        requests[1].token_ids.clear()
+        return super().propose(requests, num_drafts)
+
+
 class Unbuildable(Scripted):
     def __init__(self) -> None:
         pass
@@ -152,11 +161,17 @@ def test_a_mistake_becomes_an_error_that_names_its_author(
 @pytest.mark.parametrize(
     ("answer", "message"), [([[1], [2]], "copy them first"), (KeyError("a bug"), "KeyError")]
 )
-def test_a_requests_tokens_stay_as_they_are(
-    answer: Any, message: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["Appends", "TakesAway"])
+def test_as_many_tokens_stay_a_requests_as_it_had(
+    name: str, answer: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Else it would wait for ever for steps of those that were added, or taken away."""
     monkeypatch.setattr(Scripted, "answer", answer)
-    requests = [make_request([1]), make_request([2, 3])]
-    with pytest.raises(ProposerError, match=message):
-        load("Appends").propose(requests, 3)
-    assert [request.token_ids for request in requests] == [[1], [2, 3]]
+    proposer, requests = load(name), [make_request([1]), make_request([2, 3])]
+    for _ in range(2):
+        for request in requests:
+            request.token_ids.append(7)  # the engine's own
+        before = [list(request.token_ids) for request in requests]
+        with pytest.raises(ProposerError, match=message):
+            proposer.propose(requests, 3)
+        assert [request.token_ids for request in requests] == before
