@@ -256,6 +256,8 @@ class Scheduler:
                 request.num_in_flight_tokens += 1
             else:
                 self._schedule_running(plan, request, decoding)
+        if drafting and self._speculation is not None:
+            self._speculation.drop_proposals()
 
     def _schedule_running(self, plan: StepPlan, request: Request, state: RequestState) -> None:
         if request.state is not state or request.request_id in plan.held_back:

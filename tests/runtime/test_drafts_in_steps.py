@@ -12,6 +12,7 @@ from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.core.speculative_config import MAX_SPECULATING_ROWS, SpeculativeConfig
 from mini_infer.core.step_costs import StepCosts
+from mini_infer.runtime.places import Places
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.speculation.controller import DraftController
 from mini_infer.runtime.speculation.host_drafts import HostDrafts
@@ -191,6 +192,21 @@ def test_a_hosts_drafts_are_for_one_step_also_while_it_is_found_out_who_made_it_
         assert batch.chunks[0].num_drafts <= room
         scheduler.update(batch, result_of(batch, num_right=0))
     assert request.num_output_tokens == 4
+
+
+def test_a_request_without_a_place_in_a_step_takes_its_drafts_into_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That may be full: it once had more tokens than buffers are made for."""
+    scheduler = make_scheduler(on_device=False)
+    request = add(scheduler, "a")
+    step(scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(Places, "allocate_or_preempt", lambda *_: None)
+        assert scheduler.schedule() is None
+    batch = scheduler.schedule_only([request])
+    assert batch is not None
+    assert batch.num_tokens == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

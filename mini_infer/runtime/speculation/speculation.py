@@ -89,6 +89,11 @@ class Speculation:
             return NO_DRAFTS
         return ChunkDrafts(num_drafts, (), max(0, most))
 
+    def drop_proposals(self) -> None:
+        """The decoding requests of a step are planned. Who got no place among them has no drafts in
+        another one, which may be full without."""
+        self._proposals.clear()
+
     def _room(self, request: Request) -> int:
         """Drafts that could still be tokens of its answer: the last one is sampled for sure."""
         return request.max_num_tokens - request.num_tokens - 1
