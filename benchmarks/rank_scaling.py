@@ -1,5 +1,6 @@
 """Workloads on engines of one rank and of several: how fast, and whether the text is the same."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,8 @@ class Scaling:
                 rate = _num_tokens(name, jobs) / seconds
                 self.rates.setdefault((engine, name), []).append(rate)
                 self.texts[engine, name] = outputs
+                # A run of minutes that is cut short has said what it knows.
+                print(f"{name}, {engine}: {rate:.1f} tokens/s", file=sys.stderr)
 
     def rate(self, engine: str, name: str) -> float | None:
         """The median; None where it was not measured."""

@@ -138,9 +138,12 @@ def launchers_apart() -> Iterator[None]:
     Triton 3.6 makes each launcher a Python module, and calls them all the same. Who loads one for a
     second time gets the module that was last loaded under that name, with what is in the file put
     into it (CPython's way with modules that can't be initialised twice). Another thread may have
-    loaded it, and not yet taken its launcher out.
+    loaded it, and not yet taken its launcher out. From 3.7 on there is one launcher for all.
     """
-    load, one_at_a_time = build._load_module_from_path, Lock()
+    load, one_at_a_time = getattr(build, "_load_module_from_path", None), Lock()
+    if load is None:  # a later Triton's modules are its own affair
+        yield
+        return
 
     def load_apart(name: str, path: str) -> ModuleType | SimpleNamespace:
         with one_at_a_time:
