@@ -26,6 +26,8 @@ from mini_infer.core.errors import InvalidConfigError, MiniInferError
 if TYPE_CHECKING:
     from step_profiler import StepProfiler
 
+INTERRUPTED = 130
+"""How a shell calls a command's end by Ctrl-C."""
 PACKAGES = ("mini-infer", "torch", "numpy", "transformers", "triton", "llama-cpp-python")
 Value = str | int | float | None
 _engine_numbers = itertools.count(1)
@@ -315,12 +317,14 @@ def format_table(rows: Sequence[dict[str, Value]]) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a script's ``main``; a mini-infer error is one line and not a traceback."""
+    """Runs a script's ``main``; a mini-infer error is one line and not a traceback, Ctrl-C none."""
     try:
         main()
     except MiniInferError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _is_map(value: object) -> bool:

@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 from client import Job
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+except ModuleNotFoundError:
+    raise SystemExit(
+        "error: this benchmark has Hugging Face as its peer: pip install transformers"
+    ) from None
 
 PAD_TOKEN_ID = 0
 """Any will do: the mask hides it, and no output ends early."""

@@ -23,10 +23,14 @@ OPTIONAL = {
     "zmq": "engines and ranks in processes of their own",
     "prometheus_client": "the server's metrics",
     "ray": "ranks on several hosts, Ray Serve",
-    "opentelemetry": "traces",
+    "opentelemetry.sdk": "traces",
 }
 """Modules, and what needs them."""
-DISTRIBUTIONS = {"zmq": "pyzmq", "flash_attn": "flash-attn", "opentelemetry": "opentelemetry-sdk"}
+DISTRIBUTIONS = {
+    "zmq": "pyzmq",
+    "flash_attn": "flash-attn",
+    "opentelemetry.sdk": "opentelemetry-sdk",  # its interfaces alone come with FastAPI
+}
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = 64 * 2**20
