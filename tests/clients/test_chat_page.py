@@ -90,6 +90,7 @@ def test_a_conversation(page: Page, served: Served) -> None:
     answers = page.get_by_role("article", name="Assistant")
     expect(answers.locator(".body")).to_have_text(served.answer)
     expect(answers.locator(".figures")).to_contain_text("first token after")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()  # the stream's end comes later
     with page.expect_request(CHAT) as request:
         send(page, "And of Spain?")
     sent = request.value.post_data_json["messages"]
