@@ -1,4 +1,4 @@
-"""What both kinds of small-batch products begin and end with."""
+"""What all kinds of small-batch products share: what is added to the sums, the gate, the store."""
 
 import triton
 import triton.language as tl
