@@ -31,6 +31,12 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--num-layers", default=1, show_default=True, help="Of the head: a draft is better, and dearer."
 )
+@click.option(
+    "--parallel/--sequential",
+    default=False,
+    show_default=True,
+    help="All drafts of a step in one pass: right less often, and cheaper.",
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="[default: auto]")
 @click.option("--seed", default=0, show_default=True, help="Of the texts and of training.")
 def train_draft(
@@ -44,6 +50,7 @@ def train_draft(
     depth: int,
     num_draft_tokens: int,
     num_layers: int,
+    parallel: bool,
     device: str | None,
     seed: int,
 ) -> None:
@@ -68,6 +75,7 @@ def train_draft(
         "depth": depth,
         "num_draft_tokens": num_draft_tokens,
         "num_layers": num_layers,
+        "parallel": parallel,
         "seed": seed,
     }
     record = train(output, options, training, num_tokens, prompts)

@@ -3,7 +3,8 @@
 A draft is right if it is what the target says, so the target's own words are the data (DistillSpec,
 arXiv 2310.08461). Without prompts it makes those up as well: given the beginning of its chat
 template up to where the user speaks, an instruct model writes the user's turn (Magpie, 2406.08464),
-and then answers it.
+and then answers it. Left to itself it asks for little of what it is asked in use, so half of the
+turns are begun for it.
 """
 
 import json
@@ -30,6 +31,46 @@ TEMPERATURES = (0.0, 0.0, 0.0, 0.3, 0.6, 1.0)
 ROUND_REQUESTS_PER_SEQ = 4
 """Requests that the engine is given together, for each that it runs at once: so few of its steps
 are spent on the last ones of a round."""
+OPENINGS = (
+    "Translate this German sentence into English:",
+    "Translate into English: La",
+    "How would you say the following in French?",
+    "Summarize the following article in a few sentences.\n\n",
+    "Here is a news story. What are its main points?\n\n",
+    "Read the passage and answer the question at its end.\n\nPassage:",
+    "Using only the documents below, answer the question.\n\nDocument 1:",
+    "Extract all names and dates from this text:",
+    "Turn the following notes into a table:",
+    "Who was",
+    "When did",
+    "Where is",
+    "What is the name of the",
+    "How many",
+    "What is the difference between",
+    "Explain how",
+    "Why do",
+    "Solve this step by step:",
+    "A shop sells",
+    "If a train",
+    "Find the value of x if",
+    "Is the following statement true? Give your reasons.",
+    "Write a Python function that",
+    "Find the bug in this code:\n\n```python\n",
+    "Write an SQL query that",
+    "Explain what this program does:\n\n",
+    "Imagine you are",
+    "Pretend to be a",
+    "Write a short story about",
+    "Write a poem about",
+    "Write an email to",
+    "Rewrite this paragraph in plain words:",
+    "Give me a list of",
+    "Compare",
+    "Plan a",
+    "What are the pros and cons of",
+)
+"""How users begin: a few words of each kind of task. What it is about is the model's own."""
+OPENED_SHARE = 0.5
 OPENING_TOKENS = 32
 """Of a text by a model that does not chat: they are drawn freely, and what follows goes on at each
 of the temperatures."""
@@ -115,10 +156,16 @@ def _own_prompts(llm: LLM, chance: random.Random) -> Prompts:
     begins."""
     tokenizer = llm.engine.tokenizer
     beginning, end = _user_turn(tokenizer)
-    before, behind = (tokenizer.encode(text, add_special_tokens=False) for text in (beginning, end))
+
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    before, behind = encoded(beginning), encoded(end)
     room = _longest_prompt(llm) - len(before) - len(behind)
+    opened = [encoded(beginning + opening) for opening in OPENINGS]
+    opened = [turn for turn in opened if len(turn) - len(before) <= room // 2]
     if not beginning:
-        before, room = _first_token(llm), min(room - 1, OPENING_TOKENS)
+        before, room, opened = _first_token(llm), min(room - 1, OPENING_TOKENS), []
     if room < 1:
         raise InvalidRequestError(
             f"what surrounds a prompt takes {len(before) + len(behind)} tokens: raise max_length",
@@ -126,15 +173,25 @@ def _own_prompts(llm: LLM, chance: random.Random) -> Prompts:
         )
 
     def prompts(count: int) -> list[list[int]]:
+        begun = [
+            chance.choice(opened) if opened and chance.random() < OPENED_SHARE else before
+            for _ in range(count)
+        ]
         params = [
-            _params(chance, 1.0, max_tokens=room, stop_token_ids=behind[:1]) for _ in range(count)
+            _params(
+                chance,
+                1.0,
+                max_tokens=room - (len(start) - len(before)),
+                stop_token_ids=behind[:1],
+            )
+            for start in begun
         ]
         made_up = []
-        for output in llm.generate([before] * count, params, use_tqdm=False):
+        for output in llm.generate(begun, params, use_tqdm=False):
             (turn,) = output.outputs
             said = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
             if said:
-                made_up.append([*before, *said, *behind])
+                made_up.append([*output.prompt_token_ids, *said, *behind])
         if not made_up:
             raise UnsupportedModelError(
                 "the model says nothing where a prompt should be: give prompts"

@@ -39,6 +39,15 @@ def test_a_model_asks_itself(llm: LLM) -> None:
         assert len(prompt) < len(text.token_ids) <= MAX_LENGTH
 
 
+def test_half_of_what_it_asks_is_begun_for_it(llm: LLM) -> None:
+    texts = write_texts(llm, 4000)
+    tokenizer, begun = llm.engine.tokenizer, 0
+    for text in texts:
+        said = tokenizer.decode(text.token_ids[: text.num_prompt_tokens], False)
+        begun += said.removeprefix(BEGINNING).startswith(self_generated.OPENINGS)
+    assert 0.25 < begun / len(texts) < 0.75
+
+
 def test_the_same_seed_writes_the_same(llm: LLM) -> None:
     assert write_texts(llm, 100, seed=3) == write_texts(llm, 100, seed=3)
 

@@ -190,22 +190,24 @@ def run_all(engine: LLMEngine, order: Sequence[int]) -> None:
 OWN = ("RightOnHost", "WrongOnHost", "MixedOnHost")
 OWN_ON_DEVICE = ("RightOnDevice", "WrongOnDevice", "MixedOnDevice")
 ON_HOST = ("ngram", *OWN)
-ON_DEVICE = ("early_exit", "draft_model", "same_draft_model", "head", *OWN_ON_DEVICE)
+HEADS = ("head", "parallel_head")
+ON_DEVICE = ("early_exit", "draft_model", "same_draft_model", *HEADS, *OWN_ON_DEVICE)
 CHEAP = StepCosts((1,), (0, 1), ((1.0, 1.05),), ((0.0, 0.1),))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A random head for the tiny model; draft models need no files either."""
+    """Random heads for the tiny model; draft models need no files either."""
     folder = tmp_path_factory.mktemp("head")
     engine = tiny_engine()
     model = engine.core.executor._runner.model  # type: ignore[attr-defined]
-    head = DraftHead(model, VOCAB_SIZE)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in head.named_parameters():
-        parameter.data.normal_(float("norm" in name), 0.2, generator=generator)
-    head.token_ids.copy_(torch.arange(VOCAB_SIZE))
-    save_draft_head(folder, head, model, torch.float32)
+    for method in HEADS:
+        head = DraftHead(model, VOCAB_SIZE, parallel=method == "parallel_head")
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in head.named_parameters():
+            parameter.data.normal_(float("norm" in name), 0.2, generator=generator)
+        head.token_ids.copy_(torch.arange(VOCAB_SIZE))
+        save_draft_head(folder / method, head, model, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         nothing = ModelFiles(Path("unused"), Path("unused"))
         patch.setattr(draft_model, "locate_model", lambda model: nothing)
@@ -219,8 +221,8 @@ def speculation(method: str, folder: Path, num_drafts: int, adaptive: bool) -> S
         fields["method"] = f"{__name__}:{method}"
     elif method == "early_exit":
         fields["num_layers"] = 1
-    elif method == "head":
-        fields["model"] = str(folder)
+    elif method in HEADS:
+        fields |= {"method": "head", "model": str(folder / method)}
     elif method in ("draft_model", "same_draft_model"):
         layers = TINY_MODEL.num_layers - (method == "draft_model")
         fields["model_config"] = replace(TINY_MODEL, num_layers=layers)

@@ -51,7 +51,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", head_dim=12, num_kv_heads=3),
 }
-METHODS = (None, "ngram", "early_exit", "draft_model", "head")
+METHODS = (None, "ngram", "early_exit", "draft_model", "head", "parallel_head")
 
 PROMPTS = [
     [random.Random(seed).randrange(256) for _ in range(length)]
@@ -98,12 +98,12 @@ def draft_models_need_no_files() -> Any:
         yield
 
 
-def head_folder(heads: Path, name: str) -> Path:
-    folder = heads / name
+def head_folder(heads: Path, name: str, *, parallel: bool) -> Path:
+    folder = heads / f"{name}-{parallel}"
     if not folder.exists():
         target = tiny_engine(model_config=MODELS[name]).core.executor
         model = target._runner.model  # type: ignore[attr-defined]
-        head = DraftHead(model, VOCAB_SIZE)
+        head = DraftHead(model, VOCAB_SIZE, parallel=parallel)
         generator = torch.Generator().manual_seed(1)
         for parameter_name, parameter in head.named_parameters():
             parameter.data.normal_(float("norm" in parameter_name), 0.2, generator=generator)
@@ -115,14 +115,15 @@ def head_folder(heads: Path, name: str) -> Path:
 def speculation(method: str | None, name: str, heads: Path) -> SpeculativeConfig | None:
     if method is None:
         return None
-    fields: dict[str, Any] = {"on_device": method != "ngram"}
+    fields: dict[str, Any] = {"method": method, "on_device": method != "ngram"}
     if method == "early_exit":
         fields["num_layers"] = 1
-    elif method == "head":
-        fields["model"] = str(head_folder(heads, name))
+    elif method in ("head", "parallel_head"):
+        folder = head_folder(heads, name, parallel=method == "parallel_head")
+        fields |= {"method": "head", "model": str(folder)}
     elif method == "draft_model":
         fields |= {"model": "tiny", "model_config": replace(TINY_MODEL, num_layers=1)}
-    return SpeculativeConfig(method=method, num_speculative_tokens=3, adaptive=False, **fields)
+    return SpeculativeConfig(num_speculative_tokens=3, adaptive=False, **fields)
 
 
 def check(engine: LLMEngine, name: str, order: Sequence[int]) -> list[Event]:

@@ -11,7 +11,12 @@ drafts, or to take back after a rejection.
 Only frequent tokens are drafted (FR-Spec, 2502.14856): the head has copies of their rows of the
 target's ``lm_head``, which would otherwise take longer than all else that a draft needs.
 
-Letters in shapes: R requests, n layers of the head, Vd tokens that can be drafted.
+Drafts come one after another, each computed from the one before, or all in one pass (P-EAGLE,
+2602.01469, and before it ParallelSpec, 2410.05589): then a learnt vector stands where a token and a
+state are not there yet. They are right less often and cost little more than one.
+
+Letters in shapes: R requests, k drafts of a pass, n layers of the head, Vd tokens that can be
+drafted.
 """
 
 from collections.abc import Sequence
@@ -33,13 +38,19 @@ class DraftHead(Layer):
     the last block leaves is the h of the next draft; its logits come from ``compute_logits``.
     """
 
+    later: nn.Parameter | None
+    """``[hidden]``: the x of every draft but the first, if all are computed in one pass."""
+
     token_ids: Tensor
     """``[Vd]`` int64, ascending: what each row of ``lm_head`` stands for."""
 
     packed_names: ClassVar[dict[str, tuple[str, ...]]] = CausalLM.packed_names
 
-    def __init__(self, target: CausalLM, num_tokens: int, num_layers: int = 1) -> None:
-        """A head for ``target`` that drafts ``num_tokens`` (Vd) tokens; its weights are not set."""
+    def __init__(
+        self, target: CausalLM, num_tokens: int, num_layers: int = 1, *, parallel: bool = False
+    ) -> None:
+        """A head for ``target`` that drafts ``num_tokens`` (Vd) tokens, if ``parallel`` all drafts
+        of a step at once; its weights are not set."""
         super().__init__()
         config = target.config
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -47,6 +58,7 @@ class DraftHead(Layer):
         self.token_norm = RMSNorm(size, eps)
         self.hidden_proj = Linear(size, size)
         self.token_proj = Linear(size, size)
+        self.later = nn.Parameter(torch.empty(size)) if parallel else None
         self.layers = nn.ModuleList(
             target.build_layer(config, layer)
             for layer in range(config.num_layers - num_layers, config.num_layers)
@@ -62,12 +74,18 @@ class DraftHead(Layer):
         rope: Rope,
         caches: Sequence[KVCache],
         meta: AttentionMetadata,
+        num_drafts: int = 1,
     ) -> Tensor:
-        """``hidden, embedded [R, hidden]`` -> the residual stream ``[R, hidden]`` at the tokens
-        that are embedded, whose keys and values are written. ``caches`` are those of the target's
-        last n layers; ``meta`` has one query a row, as for a step of the target itself."""
+        """``hidden, embedded [R, hidden]`` -> the residual stream ``[R * k, hidden]`` at the tokens
+        that are embedded and, in a parallel head, at the k - 1 places behind each; the keys and
+        values of all are written. ``caches`` are those of the target's last n layers; ``meta`` has
+        k = ``num_drafts`` queries a row, as for a step of the target itself."""
         x: Tensor = self.token_proj(embedded, self.token_norm)
         x = self.hidden_proj.add_to(x, self.hidden_norm(hidden))
+        if num_drafts > 1:
+            assert self.later is not None, "others draft one at a time"
+            later = self.later.expand(len(x), num_drafts - 1, -1)
+            x = torch.cat((x[:, None], later), dim=1).flatten(0, 1)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rope, cache, meta)
         return x

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -61,6 +61,7 @@ def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch
         "architectures": [KIND],
         "num_hidden_layers": len(head.layers),
         "num_draft_tokens": len(head.token_ids),
+        "parallel_drafting": head.later is not None,
         "target": {name: getattr(model.config, name) for name in TARGET_FIELDS},
     }
     with TemporaryDirectory(dir=folder, prefix=".new-") as name:
@@ -81,9 +82,9 @@ def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftH
         WeightsError: a file is damaged.
         UnsupportedModelError: so is ``config.json``.
     """
-    num_layers, num_tokens = _check_config(folder, model.whole_config)
+    shape = _check_config(folder, model.whole_config)
     with torch.device(model.embed_tokens.weight.device):
-        head = DraftHead(model, num_tokens, num_layers).to(dtype)
+        head = shape.build(model).to(dtype)
     source: WeightSource = SafetensorsSource(folder)
     if model.group.size > 1:  # it attends to this rank's keys only, as the target's layers do
         source = ShardedSource(source, shard_of(model).cut)
@@ -120,16 +121,24 @@ def head_bytes(folder: Path, target: ModelConfig, dtype: torch.dtype) -> int:
         ModelNotFoundError, InvalidConfigError, WeightsError, UnsupportedModelError: see
             ``load_draft_head``.
     """
-    num_layers, num_tokens = _check_config(folder, target)
+    shape = _check_config(folder, target)
     model = empty_model(target, dtype, "meta", max_model_len=1)
     with torch.device("meta"):
-        head = DraftHead(model, num_tokens, num_layers).to(dtype)
+        head = shape.build(model).to(dtype)
     return sum(place.nbytes for place in checkpoint_places(head).values()) + head.token_ids.nbytes
 
 
-def _check_config(folder: Path, target: ModelConfig) -> tuple[int, int]:
-    """How many layers the head in ``folder`` has, and how many tokens it drafts, once it is clear
-    that it fits ``target``."""
+class _HeadShape(NamedTuple):
+    num_layers: int
+    num_tokens: int
+    parallel: bool
+
+    def build(self, target: CausalLM) -> DraftHead:
+        return DraftHead(target, self.num_tokens, self.num_layers, parallel=self.parallel)
+
+
+def _check_config(folder: Path, target: ModelConfig) -> _HeadShape:
+    """What the head in ``folder`` is like, once it is clear that it fits ``target``."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ModelNotFoundError(f"no draft head in {folder}: it has no {CONFIG_FILE}; {TRAIN_ONE}")
@@ -153,7 +162,10 @@ def _check_config(folder: Path, target: ModelConfig) -> tuple[int, int]:
     for name, size in sizes.items():
         if type(size) is not int or not 1 <= size <= limits[name]:
             raise WeightsError(f"{path}: {name} must be from 1 to {limits[name]}: {TRAIN_ONE}")
-    return config["num_hidden_layers"], config["num_draft_tokens"]
+    parallel = config.get("parallel_drafting", False)
+    if not isinstance(parallel, bool):
+        raise WeightsError(f"{path}: parallel_drafting must be true or false: {TRAIN_ONE}")
+    return _HeadShape(config["num_hidden_layers"], config["num_draft_tokens"], parallel)
 
 
 def _check_token_ids(token_ids: Tensor, vocab_size: int, folder: Path) -> None:

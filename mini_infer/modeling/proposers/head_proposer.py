@@ -28,9 +28,13 @@ class HeadProposer:
         self._model, self._state = model, state
         self._caches = caches[-len(head.layers) :]
         self._sampler = Sampler()
+        self.drafts_at_once = head.later is not None
+        """Are all drafts of a step made in one pass?"""
 
     def propose(self, rows: DraftRows, num_drafts: int) -> Tensor:
         """See ``DeviceProposer.propose``."""
+        if self.drafts_at_once:
+            return self._propose_at_once(rows, num_drafts)
         model, head, state = self._model, self._head, self._state
         token_ids, positions, hidden = rows.token_ids, rows.positions, rows.hidden
         drafts = []
@@ -43,6 +47,17 @@ class HeadProposer:
             token_ids = self._sampler.draw_drafts(logits, rows.slots, positions, state.sampling)
             drafts.append(token_ids)
         return torch.stack(drafts, dim=1)
+
+    def _propose_at_once(self, rows: DraftRows, num_drafts: int) -> Tensor:
+        model, state = self._model, self._state
+        last = rows.positions + (num_drafts - 1)
+        positions, meta = draft_metadata(state, rows.slots, last, num_drafts)
+        embedded, rope = model.embed_tokens(rows.token_ids), model.rotary(positions)
+        x = self._head(rows.hidden, embedded, rope, self._caches, meta, num_drafts)
+        logits = self._spread(self._head.compute_logits(x))
+        slots = rows.slots.repeat_interleave(num_drafts)
+        drafts = self._sampler.draw_drafts(logits, slots, positions + 1, state.sampling)
+        return drafts.view(-1, num_drafts)
 
     def _spread(self, logits: Tensor) -> Tensor:
         """``logits [R, Vd]`` in their places among the whole vocabulary's ``[R, V]``."""

@@ -18,7 +18,7 @@ from mini_infer.modeling.training.unrolled import head_logits, unroll
 
 DEPTH_DECAY = 0.8
 """What a draft counts beside the one before it: it is looked at only if that one was right."""
-LOGITS_AT_ONCE = 2**25
+LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**27}
 """Bounds the memory of logits: a vocabulary is large, and so is a batch of texts."""
 
 
@@ -84,7 +84,7 @@ class Distillation:
     def _places(self, texts: TargetTexts) -> Iterator[tuple[Tensor, Tensor]]:
         """Texts and places whose next token is wanted, a few at a time."""
         batch, place = texts.wanted[:, 1:].nonzero(as_tuple=True)
-        at_once = max(1, LOGITS_AT_ONCE // len(self._head.token_ids))
+        at_once = max(1, LOGITS_AT_ONCE[batch.device.type] // len(self._head.token_ids))
         yield from zip(torch.split(batch, at_once), torch.split(place, at_once), strict=True)
 
     def _target_logits(self, x: Tensor) -> Tensor:

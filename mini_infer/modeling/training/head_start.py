@@ -18,13 +18,15 @@ RIDGE = 1e-3
 """Of the mean square of the inputs: few texts say little about most directions."""
 
 
-def new_head(model: CausalLM, token_ids: Tensor, num_layers: int = 1) -> DraftHead:
+def new_head(
+    model: CausalLM, token_ids: Tensor, num_layers: int = 1, *, parallel: bool = False
+) -> DraftHead:
     """A head in float32 on the model's device that drafts ``token_ids [Vd]``, ascending.
 
     Its blocks are the target's last ones; its two inputs are still added up as they are.
     """
     with torch.device(model.embed_tokens.weight.device):
-        head = DraftHead(model, len(token_ids), num_layers).float()
+        head = DraftHead(model, len(token_ids), num_layers, parallel=parallel).float()
     head.layers.load_state_dict(model.layers[-num_layers:].state_dict())
     head.norm.load_state_dict(model.norm.state_dict())
     with torch.no_grad():
@@ -34,6 +36,8 @@ def new_head(model: CausalLM, token_ids: Tensor, num_layers: int = 1) -> DraftHe
             norm.weight.fill_(1.0)
         for product in (head.hidden_proj, head.token_proj):
             torch.nn.init.eye_(product.weight)
+        if head.later is not None:
+            head.later.zero_()
     return head
 
 
@@ -45,6 +49,7 @@ class LeastSquares:
         size, device = model.config.hidden_size, model.embed_tokens.weight.device
         self._inputs = torch.zeros(2 * size, 2 * size, device=device)
         self._outputs = torch.zeros(2 * size, size, device=device)
+        self._sum, self._count = torch.zeros(size, device=device), 0
 
     @torch.no_grad()
     def add(self, texts: TargetTexts, below: Tensor) -> None:
@@ -54,17 +59,23 @@ class LeastSquares:
         pairs = _rms(texts.hidden[:, :-1][known]), _rms(embedded)
         inputs = torch.cat(pairs, dim=-1)
         self._inputs += inputs.T @ inputs
-        self._outputs += inputs.T @ below[:, 1:][known].float()
+        outputs = below[:, 1:][known].float()
+        self._outputs += inputs.T @ outputs
+        self._sum += outputs.sum(0)
+        self._count += len(outputs)
 
     @torch.no_grad()
     def solve_into(self, head: DraftHead) -> None:
-        """Sets the head's two projections, whose norms have weights of one."""
+        """Sets the head's two projections, whose norms have weights of one; where a parallel head
+        knows neither state nor token, the mean is the best guess."""
         size = len(self._inputs)
         ridge = RIDGE * self._inputs.diagonal().mean().double()
         eye = torch.eye(size, device=self._inputs.device, dtype=torch.float64)
         solved = torch.linalg.solve(self._inputs.double() + ridge * eye, self._outputs.double())
         for product, part in zip((head.hidden_proj, head.token_proj), solved.chunk(2), strict=True):
             product.weight.copy_(part.T)
+        if head.later is not None:
+            head.later.copy_(self._sum / self._count)
 
 
 def _rms(x: Tensor) -> Tensor:

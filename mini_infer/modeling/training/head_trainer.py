@@ -24,8 +24,12 @@ from mini_infer.modeling.training.target_pass import TargetPass, TargetTexts, pa
 from mini_infer.modeling.training.texts import Text, in_batches
 
 RECORD_FILE = "training.json"
-BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""Tokens of a step. A processor is busy with few; on a GPU more steps would only cost more."""
+BATCH_TOKENS = {"cpu": (1024, 1024), "cuda": (8192, 32768)}
+"""Tokens of a step: at least, and at most. A processor is busy with few. On a GPU launches take the
+time of a step, whatever it holds, so that many texts are not cut into more than ``MANY_STEPS``."""
+MANY_STEPS = 2000
+LENGTH_MULTIPLE = {"cpu": 1, "cuda": 128}
+"""What texts are padded to. A GPU's attention is built anew for every shape (cuDNN: 60 ms each)."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.05, 128
 WARM_UP_SHARE = 0.05
 LEAST_RATE = 0.05
@@ -45,6 +49,8 @@ class HeadTraining:
     """Of the head. Each costs a draft as much as one of the target's."""
     num_draft_tokens: int = 16384
     """The vocabulary that is drafted from."""
+    parallel: bool = False
+    """Drafts all of a step in one pass."""
     depth: int = 3
     """Drafts behind a token that the loss looks at."""
     epochs: int = 4
@@ -128,13 +134,16 @@ class HeadTrainer:
             )
         self._model, self._options = model, options
         self._run = TargetPass(model, options.num_layers, config.attention_backend)
-        self._batch_tokens = BATCH_TOKENS[config.device]
         shuffled = random.Random(options.seed).sample(list(texts), len(texts))
         num_held_out = max(1, min(MOST_HELD_OUT, int(HELD_OUT_SHARE * len(texts))))
         self._held_out, self._texts = shuffled[:num_held_out], shuffled[num_held_out:]
         self.record = TrainingRecord(
             options, len(self._texts), sum(text.num_own_tokens for text in self._texts)
         )
+        least, most = BATCH_TOKENS[config.device]
+        num_tokens = options.epochs * sum(len(text.token_ids) for text in self._texts)
+        self._batch_tokens = max(least, min(most, num_tokens // MANY_STEPS))
+        self._multiple = LENGTH_MULTIPLE[config.device]
 
     def train(self) -> DraftHead:
         """The head, in float32; ``record`` says how it went."""
@@ -150,25 +159,26 @@ class HeadTrainer:
         """An untrained head, and what the target makes of the texts."""
         vocabulary, start = DraftVocabulary(self._model), LeastSquares(self._model)
         batches = []
-        groups = in_batches(self._texts, self._batch_tokens)
+        groups = self._in_batches(self._texts)
         for group in tqdm(groups, desc="Target", disable=None, leave=False):
             tap: list[Tensor] = []
             batch = self._target_texts(group, tap)
             vocabulary.add(batch)
             start.add(batch, tap[0])
             batches.append(batch)
-        held_out = [
-            self._target_texts(group) for group in in_batches(self._held_out, self._batch_tokens)
-        ]
+        held_out = [self._target_texts(group) for group in self._in_batches(self._held_out)]
         options = self._options
         token_ids = vocabulary.most_likely(options.num_draft_tokens)
-        head = new_head(self._model, token_ids, options.num_layers)
+        head = new_head(self._model, token_ids, options.num_layers, parallel=options.parallel)
         start.solve_into(head)
         return head, batches, held_out
 
+    def _in_batches(self, texts: Sequence[Text]) -> list[list[Text]]:
+        return in_batches(texts, self._batch_tokens, self._multiple)
+
     def _target_texts(self, texts: Sequence[Text], tap: list[Tensor] | None = None) -> TargetTexts:
         device = self._model.embed_tokens.weight.device
-        token_ids = pad([text.token_ids for text in texts], device)
+        token_ids = pad([text.token_ids for text in texts], device, self._multiple)
         bounds = torch.tensor([(text.num_prompt_tokens, len(text.token_ids)) for text in texts])
         place = torch.arange(token_ids.shape[1])
         wanted = (place >= bounds[:, :1]) & (place < bounds[:, 1:])

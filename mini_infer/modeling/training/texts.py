@@ -15,13 +15,14 @@ class Text(NamedTuple):
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-def in_batches(texts: Sequence[Text], max_tokens: int) -> list[list[Text]]:
-    """Texts of similar length together, each batch of at most ``max_tokens`` once padded, or of one
-    text."""
+def in_batches(texts: Sequence[Text], max_tokens: int, multiple: int = 1) -> list[list[Text]]:
+    """Texts of similar length together, each batch of at most ``max_tokens`` once padded to a
+    ``multiple``, or of one text."""
     batches: list[list[Text]] = []
     for text in sorted(texts, key=lambda text: len(text.token_ids)):
         # The longest of its batch so far, so its length is what all are padded to.
-        if not batches or (len(batches[-1]) + 1) * len(text.token_ids) > max_tokens:
+        length = -(-len(text.token_ids) // multiple) * multiple
+        if not batches or (len(batches[-1]) + 1) * length > max_tokens:
             batches.append([])
         batches[-1].append(text)
     return batches

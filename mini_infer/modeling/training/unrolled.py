@@ -32,8 +32,8 @@ def unroll(model: CausalLM, head: DraftHead, texts: TargetTexts, depth: int) -> 
     """The head's residual streams of ``depth`` drafts from every start.
 
     Entry j is ``[B, L - 1 - j, hidden]``, of the starts p = 1 .. L - 1 - j: what predicts the token
-    at p + j + 1 from the target's state before p and the true tokens p .. p + j. Arithmetic is in
-    the dtype of ``texts``.
+    at p + j + 1 from the target's state before p and the true tokens p .. p + j, or of a parallel
+    head from the token p alone. Arithmetic is in the dtype of ``texts``.
 
     Raises:
         UnsupportedModelError: the architecture's layers are of a kind that this does not know.
@@ -52,8 +52,11 @@ def unroll(model: CausalLM, head: DraftHead, texts: TargetTexts, depth: int) -> 
         num_starts = length - 1 - ahead
         positions = torch.arange(1 + ahead, length, device=state.device)
         cos_sin = model.rotary(positions).cos_sin(state.dtype)
-        x = _linear(_norm(embedded[:, 1 + ahead :], head.token_norm), head.token_proj)
-        x = x + _linear(_norm(state[:, :num_starts], head.hidden_norm), head.hidden_proj)
+        if ahead and head.later is not None:
+            x = head.later.to(state.dtype).expand(len(state), num_starts, -1)
+        else:
+            x = _linear(_norm(embedded[:, 1 + ahead :], head.token_norm), head.token_proj)
+            x = x + _linear(_norm(state[:, :num_starts], head.hidden_norm), head.hidden_proj)
         for layer, keys_values, news in zip(layers, context, own, strict=True):
             x = _block(layer, x, cos_sin, keys_values, news)
         state = x

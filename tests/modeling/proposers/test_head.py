@@ -43,8 +43,15 @@ TARGETS = {
 }
 DRAFTED = torch.arange(3, 60)
 LENGTH, BLOCK_SIZE, DRAFTS = 23, 4, 3
-CASES = [(case, 1) for case in TARGETS] + [("mistral-window", 2), ("qwen3", 2)]
-"""Targets, and layers of their heads."""
+CASES = [
+    *((case, 1, False) for case in TARGETS),
+    ("mistral-window", 2, False),
+    ("qwen3", 2, False),
+    ("llama", 1, True),
+    ("mistral-window", 2, True),
+    ("qwen3", 2, True),
+]
+"""Targets, layers of their heads, and whether these draft all at once."""
 
 
 def target(config: ModelConfig, *, plain: bool, seed: int = 0) -> CausalLM:
@@ -57,9 +64,9 @@ def target(config: ModelConfig, *, plain: bool, seed: int = 0) -> CausalLM:
     return model
 
 
-def random_head(model: CausalLM, num_layers: int = 1) -> DraftHead:
+def random_head(model: CausalLM, num_layers: int = 1, *, parallel: bool = False) -> DraftHead:
     """One in which every parameter matters."""
-    head = new_head(model, DRAFTED, num_layers)
+    head = new_head(model, DRAFTED, num_layers, parallel=parallel)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in head.named_parameters():
         parameter.data.normal_(float("norm" in name), 0.2, generator=generator)
@@ -132,18 +139,19 @@ def propose(
 
 
 @pytest.mark.parametrize("starts", [(1, 2), (7, 19), (16, 12)])
-@pytest.mark.parametrize(("case", "num_layers"), CASES)
+@pytest.mark.parametrize(("case", "num_layers", "parallel"), CASES)
 def test_drafts_are_what_training_computes(
-    case: str, num_layers: int, starts: tuple[int, int], tmp_path: Path
+    case: str, num_layers: int, parallel: bool, starts: tuple[int, int], tmp_path: Path
 ) -> None:
     plain = target(TARGETS[case], plain=True)
-    head = random_head(plain, num_layers)
+    head = random_head(plain, num_layers, parallel=parallel)
     save_draft_head(tmp_path, head, plain, torch.float32)
     texts = two_texts(plain, num_layers)
     model = target(TARGETS[case], plain=False)
     drafts = propose(tmp_path, model, texts, starts, SamplingParams(temperature=0.0))
-    # Training feeds true tokens: put the drafts there, which are then both.
-    for row, start in enumerate(starts):
+    # Training feeds true tokens: put the drafts there, which are then both. A parallel head draws
+    # all drafts before it sees one, and has not to be told.
+    for row, start in enumerate(starts if not parallel else ()):
         texts.token_ids[row, start + 1 : start + 1 + DRAFTS] = drafts[row]
     states = unroll(plain, head, texts, DRAFTS)
     for row, start in enumerate(starts):
@@ -152,10 +160,12 @@ def test_drafts_are_what_training_computes(
             assert drafts[row, ahead] == DRAFTED[logits.argmax()]
 
 
-@pytest.mark.parametrize(("case", "num_layers"), CASES)
-def test_paged_states_are_those_of_training(case: str, num_layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "num_layers", "parallel"), CASES)
+def test_paged_states_are_those_of_training(
+    case: str, num_layers: int, parallel: bool, tmp_path: Path
+) -> None:
     plain = target(TARGETS[case], plain=True)
-    head = random_head(plain, num_layers)
+    head = random_head(plain, num_layers, parallel=parallel)
     save_draft_head(tmp_path, head, plain, torch.float32)
     model = target(TARGETS[case], plain=False)
     loaded = load_draft_head(tmp_path, model, torch.float32)
@@ -174,21 +184,28 @@ def test_paged_states_are_those_of_training(case: str, num_layers: int, tmp_path
         (cached(keys), cached(values))
         for keys, values in zip(texts.keys, texts.values, strict=True)
     ]
-    x = texts.hidden[:, start - 1]
-    for ahead, state in enumerate(states):
-        position = start + ahead
+
+    def drafted(x: Tensor, position: int, count: int) -> Tensor:
+        """What the head leaves at so many places of both texts."""
+        end = position + count
         meta = AttentionMetadata(
-            cu_seqlens_q=torch.arange(3),
-            seqlens_k=torch.tensor([position + 1] * 2),
+            cu_seqlens_q=torch.arange(3) * count,
+            seqlens_k=torch.tensor([end] * 2),
             block_table=blocks,
-            slot_mapping=slots[:, position],
-            max_query_len=1,
-            max_seqlen_k=position + 1,
-            query_lens=(1, 1),
-            context_lens=(position + 1, position + 1),
+            slot_mapping=slots[:, position:end].flatten(),
+            max_query_len=count,
+            max_seqlen_k=end,
+            query_lens=(count, count),
+            context_lens=(end, end),
         )
         embedded = model.embed_tokens(texts.token_ids[:, position])
-        x = loaded(x, embedded, model.rotary(torch.full((2,), position)), caches, meta)
+        rope = model.rotary(torch.arange(position, end).repeat(2))
+        return loaded(x, embedded, rope, caches, meta, count)
+
+    x = texts.hidden[:, start - 1]
+    at_once = drafted(x, start, DRAFTS).unflatten(0, (2, DRAFTS)) if parallel else None
+    for ahead, state in enumerate(states):
+        x = drafted(x, start + ahead, 1) if at_once is None else at_once[:, ahead]
         torch.testing.assert_close(x, state[:, start - 1], atol=1e-4, rtol=1e-4)
         logits = head_logits(head, state[:, start - 1])
         torch.testing.assert_close(loaded.compute_logits(x), logits, atol=1e-4, rtol=1e-4)
@@ -219,7 +236,7 @@ def test_drafts_beyond_the_longest_request(tmp_path: Path) -> None:
 
 def test_a_head_survives_its_folder(tmp_path: Path) -> None:
     model = target(TARGETS["qwen3"], plain=True)
-    head = random_head(model, 2)
+    head = random_head(model, 2, parallel=True)
     save_draft_head(tmp_path / "new" / "folder", head, model, torch.bfloat16)
     assert (tmp_path / "new" / "folder" / "model.safetensors").stat().st_mode & 0o777 == 0o644
     loaded = load_draft_head(tmp_path / "new" / "folder", model, torch.bfloat16)
@@ -266,6 +283,8 @@ def _no_json(folder: Path) -> None:
         (_change(num_hidden_layers=3), WeightsError, "num_hidden_layers"),
         (_change(num_hidden_layers=2), WeightsError, "layers.1"),
         (_change(num_draft_tokens=65), WeightsError, "num_draft_tokens"),
+        (_change(parallel_drafting=1), WeightsError, "parallel_drafting"),
+        (_change(parallel_drafting=True), WeightsError, "later"),
         (_change(num_draft_tokens=9), WeightsError, "lm_head.weight, token_ids"),
         (_truncated, WeightsError, "truncated"),
     ],

@@ -127,7 +127,7 @@ def test_gradients_do_not_depend_on_how_logits_are_cut(
     batch = batch_of(model, own_texts(model, 5, 14))
     gradients, losses = [], []
     for logits_at_once in (10**9, 7 * VOCAB):
-        monkeypatch.setattr(draft_distillation, "LOGITS_AT_ONCE", logits_at_once)
+        monkeypatch.setitem(draft_distillation.LOGITS_AT_ONCE, "cpu", logits_at_once)
         head = new_head(model, torch.arange(2, VOCAB))
         for parameter in trained_parameters(head):
             parameter.requires_grad_()
@@ -212,7 +212,7 @@ def test_batches_hold_texts_of_similar_length() -> None:
 
 def test_training_learns_to_foresee_texts(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many steps over few texts, of which each is trained on and held out in different copies."""
-    monkeypatch.setitem(head_trainer.BATCH_TOKENS, "cpu", 64)
+    monkeypatch.setitem(head_trainer.BATCH_TOKENS, "cpu", (64, 64))
     monkeypatch.setattr(head_trainer, "HELD_OUT_SHARE", 0.3)
     config = make_config(model_config=CONFIG)
     texts = own_texts(model, 24, 24) * 3
