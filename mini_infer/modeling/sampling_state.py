@@ -6,6 +6,7 @@ host: they tell which optional stages a batch needs without asking the device.
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from enum import IntFlag
 
 import numpy as np
@@ -129,6 +130,13 @@ class SamplingState:
         self.top_k = np.zeros(rows, dtype=np.int64)
         self.num_logprobs = np.full(rows, NO_LOGPROBS, dtype=np.int64)
         self.bans_until = np.zeros(rows, dtype=np.int64)
+
+    def over(self, token_ids: Tensor) -> "SamplingState":
+        """The same requests, for draws from logits of ``token_ids [Vd]`` alone, ascending: a draw's
+        result is an index into these, and what it would be if all other logits were -inf."""
+        some = copy(self)
+        some.token_hashes = self.token_hashes[token_ids]
+        return some
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Takes in a step's admissions, each into a slot of its own.

@@ -103,6 +103,21 @@ def test_mixed_batches_equal_the_torch_sampler(
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("size", [9, 40, VOCAB])
+def test_draws_over_some_tokens_are_draws_where_the_others_are_impossible(size: int) -> None:
+    """In both samplers; also where a row keeps more tokens than there are."""
+    params = list(SETTINGS.values())
+    state = admitted(rows_of(params, 300))
+    token_ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(size))[:size]
+    token_ids = token_ids.sort().values.to(DEVICE)
+    logits = random_logits(len(params), size, True, size)
+    spread = logits.new_full((len(params), VOCAB), -INF).index_copy_(1, token_ids, logits)
+    expected = torch_draw(spread, state)
+    some = state.over(token_ids)
+    for drawn in (draw(logits, some), torch_draw(logits, some)):
+        assert token_ids[drawn].tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits(dtype: torch.dtype) -> None:
     params = [SETTINGS["plain"], SETTINGS["all"]]

@@ -13,11 +13,15 @@ target's ``lm_head``, which would otherwise take longer than all else that a dra
 
 Drafts come one after another, each computed from the one before, or all in one pass (P-EAGLE,
 2602.01469, and before it ParallelSpec, 2410.05589): then a learnt vector stands where a token and a
-state are not there yet. They are right less often and cost little more than one.
+state are not there yet. What each draft is tells most about the next, so that what the layers leave
+for one is corrected by the draft before it, as Hydra's heads are (2402.05109): a small part of the
+layers' work is done draft by draft.
 
 Letters in shapes: R requests, k drafts of a pass, n layers of the head, Vd tokens that can be
 drafted.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -25,10 +29,33 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mini_infer.core.model_config import ModelConfig
 from mini_infer.kernels.metadata import AttentionMetadata, Rope
 from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.layers import Layer, Linear, RMSNorm
+from mini_infer.modeling.layers import GatedMLP, Layer, Linear, RMSNorm
+
+
+class LaterDrafts(Layer):
+    """``x + token_proj(norm(e))``, then a feed-forward network: e is the embedding of the draft
+    before, x what the head's layers left without it."""
+
+    start: Tensor
+    """``[hidden]``: what the layers are given where a draft stands that is not known yet."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.start = nn.Parameter(torch.empty(size))
+        self.token_norm = RMSNorm(size, eps)
+        self.token_proj = Linear(size, size)
+        self.norm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """``x, embedded [R, hidden]`` -> the residual stream ``[R, hidden]``; x is overwritten."""
+        x = self.token_proj.add_to(x, self.token_norm(embedded))
+        return self.mlp.add_to(x, self.norm)
 
 
 class DraftHead(Layer):
@@ -38,8 +65,8 @@ class DraftHead(Layer):
     the last block leaves is the h of the next draft; its logits come from ``compute_logits``.
     """
 
-    later: nn.Parameter | None
-    """``[hidden]``: the x of every draft but the first, if all are computed in one pass."""
+    later: LaterDrafts | None
+    """What drafts behind the first need, if all go through the layers in one pass."""
 
     token_ids: Tensor
     """``[Vd]`` int64, ascending: what each row of ``lm_head`` stands for."""
@@ -58,7 +85,7 @@ class DraftHead(Layer):
         self.token_norm = RMSNorm(size, eps)
         self.hidden_proj = Linear(size, size)
         self.token_proj = Linear(size, size)
-        self.later = nn.Parameter(torch.empty(size)) if parallel else None
+        self.later = LaterDrafts(config) if parallel else None
         self.layers = nn.ModuleList(
             target.build_layer(config, layer)
             for layer in range(config.num_layers - num_layers, config.num_layers)
@@ -77,14 +104,14 @@ class DraftHead(Layer):
         num_drafts: int = 1,
     ) -> Tensor:
         """``hidden, embedded [R, hidden]`` -> the residual stream ``[R * k, hidden]`` at the tokens
-        that are embedded and, in a parallel head, at the k - 1 places behind each; the keys and
-        values of all are written. ``caches`` are those of the target's last n layers; ``meta`` has
-        k = ``num_drafts`` queries a row, as for a step of the target itself."""
+        that are embedded and, in a parallel head, at the k - 1 places behind each, which ``later``
+        corrects; the keys and values of all are written. ``caches`` are those of the target's last
+        n layers; ``meta`` has k = ``num_drafts`` queries a row, as for a step of the target."""
         x: Tensor = self.token_proj(embedded, self.token_norm)
         x = self.hidden_proj.add_to(x, self.hidden_norm(hidden))
         if num_drafts > 1:
             assert self.later is not None, "others draft one at a time"
-            later = self.later.expand(len(x), num_drafts - 1, -1)
+            later = self.later.start.expand(len(x), num_drafts - 1, -1)
             x = torch.cat((x[:, None], later), dim=1).flatten(0, 1)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rope, cache, meta)

@@ -28,8 +28,9 @@ class HeadProposer:
         self._model, self._state = model, state
         self._caches = caches[-len(head.layers) :]
         self._sampler = Sampler()
+        self._draws = state.sampling.over(head.token_ids)
         self.drafts_at_once = head.later is not None
-        """Are all drafts of a step made in one pass?"""
+        """Do all drafts of a step go through the layers in one pass?"""
 
     def propose(self, rows: DraftRows, num_drafts: int) -> Tensor:
         """See ``DeviceProposer.propose``."""
@@ -42,27 +43,29 @@ class HeadProposer:
             _, meta = draft_metadata(state, rows.slots, positions)
             embedded = model.embed_tokens(token_ids)
             hidden = head(hidden, embedded, model.rotary(positions), self._caches, meta)
-            logits = self._spread(head.compute_logits(hidden))
             positions = positions + 1
-            token_ids = self._sampler.draw_drafts(logits, rows.slots, positions, state.sampling)
+            token_ids = self._draw(hidden, rows.slots, positions)
             drafts.append(token_ids)
         return torch.stack(drafts, dim=1)
 
     def _propose_at_once(self, rows: DraftRows, num_drafts: int) -> Tensor:
-        model, state = self._model, self._state
+        model, head, state = self._model, self._head, self._state
+        assert head.later is not None
         last = rows.positions + (num_drafts - 1)
         positions, meta = draft_metadata(state, rows.slots, last, num_drafts)
         embedded, rope = model.embed_tokens(rows.token_ids), model.rotary(positions)
-        x = self._head(rows.hidden, embedded, rope, self._caches, meta, num_drafts)
-        logits = self._spread(self._head.compute_logits(x))
-        slots = rows.slots.repeat_interleave(num_drafts)
-        drafts = self._sampler.draw_drafts(logits, slots, positions + 1, state.sampling)
-        return drafts.view(-1, num_drafts)
+        states = head(rows.hidden, embedded, rope, self._caches, meta, num_drafts)
+        states = states.unflatten(0, (-1, num_drafts))
+        drafts: list[Tensor] = []
+        for place in range(num_drafts):
+            x = states[:, place].contiguous()
+            if drafts:
+                x = head.later(x, model.embed_tokens(drafts[-1]))
+            drafts.append(self._draw(x, rows.slots, rows.positions + (place + 1)))
+        return torch.stack(drafts, dim=1)
 
-    def _spread(self, logits: Tensor) -> Tensor:
-        """``logits [R, Vd]`` in their places among the whole vocabulary's ``[R, V]``."""
-        token_ids, vocab_size = self._head.token_ids, self._state.sampling.vocab_size
-        if len(token_ids) == vocab_size:
-            return logits
-        spread = logits.new_full((len(logits), vocab_size), float("-inf"))
-        return spread.index_copy_(1, token_ids, logits)
+    def _draw(self, x: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Tokens ``[R]`` from the residual stream ``x [R, hidden]``, to stand at ``positions``."""
+        logits = self._head.compute_logits(x)
+        drawn = self._sampler.draw_drafts(logits, slots, positions, self._draws)
+        return self._head.token_ids.index_select(0, drawn)

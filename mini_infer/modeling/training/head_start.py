@@ -7,11 +7,12 @@ squares problem whose normal equations are small and solved at once.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_infer.kernels.reference import rms_norm
 from mini_infer.modeling.causal_lm import CausalLM
-from mini_infer.modeling.proposers.head import DraftHead
+from mini_infer.modeling.decoder_layer import DecoderLayer
+from mini_infer.modeling.proposers.head import DraftHead, LaterDrafts
 from mini_infer.modeling.training.target_pass import TargetTexts
 
 RIDGE = 1e-3
@@ -37,8 +38,19 @@ def new_head(
         for product in (head.hidden_proj, head.token_proj):
             torch.nn.init.eye_(product.weight)
         if head.later is not None:
-            head.later.zero_()
+            _identity(head.later, model.layers[-1])
     return head
+
+
+def _identity(later: LaterDrafts, layer: nn.Module) -> None:
+    """Corrects nothing yet, and has features to begin with: those of the last layer."""
+    later.start.zero_()
+    later.token_norm.weight.fill_(1.0)
+    later.token_proj.weight.zero_()
+    if isinstance(layer, DecoderLayer):
+        later.norm.load_state_dict(layer.post_attention_layernorm.state_dict())
+        later.mlp.gate_up_proj.weight.copy_(layer.mlp.gate_up_proj.weight)
+    later.mlp.down_proj.weight.zero_()
 
 
 class LeastSquares:
@@ -75,7 +87,7 @@ class LeastSquares:
         for product, part in zip((head.hidden_proj, head.token_proj), solved.chunk(2), strict=True):
             product.weight.copy_(part.T)
         if head.later is not None:
-            head.later.copy_(self._sum / self._count)
+            head.later.start.copy_(self._sum / self._count)
 
 
 def _rms(x: Tensor) -> Tensor:

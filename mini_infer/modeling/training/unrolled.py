@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from mini_infer.core.errors import UnsupportedModelError
-from mini_infer.kernels.reference import apply_rotary, rms_norm
+from mini_infer.kernels.reference import apply_rotary
 from mini_infer.modeling.attention import GroupedQueryAttention
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.decoder_layer import DecoderLayer
-from mini_infer.modeling.layers import Linear, RMSNorm
-from mini_infer.modeling.proposers.head import DraftHead
+from mini_infer.modeling.layers import GatedMLP, Linear, RMSNorm
+from mini_infer.modeling.proposers.head import DraftHead, LaterDrafts
 from mini_infer.modeling.training.target_pass import TargetTexts
 
 KeysValues = tuple[Tensor, Tensor]
@@ -33,7 +33,7 @@ def unroll(model: CausalLM, head: DraftHead, texts: TargetTexts, depth: int) -> 
 
     Entry j is ``[B, L - 1 - j, hidden]``, of the starts p = 1 .. L - 1 - j: what predicts the token
     at p + j + 1 from the target's state before p and the true tokens p .. p + j, or of a parallel
-    head from the token p alone. Arithmetic is in the dtype of ``texts``.
+    head from the tokens p and p + j alone. Arithmetic is in the dtype of ``texts``.
 
     Raises:
         UnsupportedModelError: the architecture's layers are of a kind that this does not know.
@@ -53,12 +53,14 @@ def unroll(model: CausalLM, head: DraftHead, texts: TargetTexts, depth: int) -> 
         positions = torch.arange(1 + ahead, length, device=state.device)
         cos_sin = model.rotary(positions).cos_sin(state.dtype)
         if ahead and head.later is not None:
-            x = head.later.to(state.dtype).expand(len(state), num_starts, -1)
+            x = head.later.start.to(state.dtype).expand(len(state), num_starts, -1)
         else:
             x = _linear(_norm(embedded[:, 1 + ahead :], head.token_norm), head.token_proj)
             x = x + _linear(_norm(state[:, :num_starts], head.hidden_norm), head.hidden_proj)
         for layer, keys_values, news in zip(layers, context, own, strict=True):
             x = _block(layer, x, cos_sin, keys_values, news)
+        if ahead and head.later is not None:
+            x = _corrected(head.later, x, embedded[:, 1 + ahead :])
         state = x
         states.append(state)
     return states
@@ -96,9 +98,18 @@ def _block(
     own.append((k, v))
     out = _attend(q, context, own, attention)
     x = x + _linear(out.transpose(1, 2).flatten(2), attention.o_proj)
-    normed = _norm(x, layer.post_attention_layernorm)
-    gate, up = _linear(normed, layer.mlp.gate_up_proj).chunk(2, dim=-1)
-    return x + _linear(silu(gate) * up, layer.mlp.down_proj)
+    return _feed_forward(x, layer.post_attention_layernorm, layer.mlp)
+
+
+def _corrected(later: LaterDrafts, x: Tensor, embedded: Tensor) -> Tensor:
+    """``LaterDrafts.forward`` for ``x, embedded [B, S, hidden]``."""
+    x = x + _linear(_norm(embedded, later.token_norm), later.token_proj)
+    return _feed_forward(x, later.norm, later.mlp)
+
+
+def _feed_forward(x: Tensor, norm: RMSNorm, mlp: GatedMLP) -> Tensor:
+    gate, up = _linear(_norm(x, norm), mlp.gate_up_proj).chunk(2, dim=-1)
+    return x + _linear(silu(gate) * up, mlp.down_proj)
 
 
 def _heads(
@@ -151,7 +162,7 @@ def _per_query_head(plane: Tensor, group: int) -> Tensor:
 
 
 def _norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    return rms_norm(x, norm.weight.to(x.dtype), norm.eps)
+    return rms_norm(x, x.shape[-1:], norm.weight.to(x.dtype), norm.eps)
 
 
 def _linear(x: Tensor, product: Linear) -> Tensor:

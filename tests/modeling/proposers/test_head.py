@@ -149,9 +149,8 @@ def test_drafts_are_what_training_computes(
     texts = two_texts(plain, num_layers)
     model = target(TARGETS[case], plain=False)
     drafts = propose(tmp_path, model, texts, starts, SamplingParams(temperature=0.0))
-    # Training feeds true tokens: put the drafts there, which are then both. A parallel head draws
-    # all drafts before it sees one, and has not to be told.
-    for row, start in enumerate(starts if not parallel else ()):
+    # Training feeds true tokens: put the drafts there, which are then both.
+    for row, start in enumerate(starts):
         texts.token_ids[row, start + 1 : start + 1 + DRAFTS] = drafts[row]
     states = unroll(plain, head, texts, DRAFTS)
     for row, start in enumerate(starts):
@@ -205,7 +204,9 @@ def test_paged_states_are_those_of_training(
     x = texts.hidden[:, start - 1]
     at_once = drafted(x, start, DRAFTS).unflatten(0, (2, DRAFTS)) if parallel else None
     for ahead, state in enumerate(states):
-        x = drafted(x, start + ahead, 1) if at_once is None else at_once[:, ahead]
+        x = drafted(x, start + ahead, 1) if at_once is None else at_once[:, ahead].contiguous()
+        if ahead and loaded.later is not None:
+            x = loaded.later(x, model.embed_tokens(texts.token_ids[:, start + ahead]))
         torch.testing.assert_close(x, state[:, start - 1], atol=1e-4, rtol=1e-4)
         logits = head_logits(head, state[:, start - 1])
         torch.testing.assert_close(loaded.compute_logits(x), logits, atol=1e-4, rtol=1e-4)
