@@ -246,6 +246,7 @@ def answer_all(
 def add_counts(total: DraftCounts, more: DraftCounts) -> None:
     """Adds up counts of drafts."""
     total.num_verifications += more.num_verifications
+    total.num_reached += more.num_reached
     for mine, other in ((total.proposed, more.proposed), (total.accepted, more.accepted)):
         mine.extend([0] * (len(other) - len(mine)))
         for position, count in enumerate(other):

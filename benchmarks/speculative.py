@@ -170,8 +170,8 @@ def _fill(
         for method in arguments.methods:
             tally = tallies[method, row]
             gain = _ratio(tally.decoded_per_second, plain.decoded_per_second)
-            rate = tally.drafts.acceptance_rate
-            shown[f"{method}: accepted %"] = None if rate is None else 100 * rate
+            shown[f"{method}: accepted %"] = _percent(tally.drafts.acceptance_rate)
+            shown[f"{method}: of those reached %"] = _percent(tally.drafts.acceptance_of_reached)
             shown[f"{method}: length"] = tally.drafts.mean_accepted_length
             shown[f"{method}: speed-up"] = gain
             shown[f"{method}: with prompt"] = tally.tokens_per_second / plain.tokens_per_second
@@ -181,6 +181,8 @@ def _fill(
     report.notes += [
         "tok/s and speed-up are of decoding: tokens after the first, and the time from it to the "
         "last; with prompt: from request to answer",
+        "of those reached: of the drafts before which none was rejected, so that it does not depend "
+        "on how many are proposed",
         "length: tokens of a verification, its own one included; steps without drafts do not count",
         *note_of_clock(arguments),
     ]
@@ -189,9 +191,12 @@ def _fill(
         total = tallies[method, ALL]
         gain = _ratio(total.decoded_per_second, tallies[PLAIN, ALL].decoded_per_second)
         if method == "head":
-            rate = total.drafts.acceptance_rate
-            value = None if rate is None else 100 * rate
-            report.bars.append(Bar("head: accepted %", value, ACCEPTANCE_BAR))
+            drafts = total.drafts
+            for name, rate in (
+                ("accepted", drafts.acceptance_rate),
+                ("of those reached", drafts.acceptance_of_reached),
+            ):
+                report.bars.append(Bar(f"head: {name} %", _percent(rate), ACCEPTANCE_BAR))
             if on_gpu and not arguments.fixed:
                 report.bars.append(Bar("head: speed-up", gain, SPEEDUP_BAR))
         if not arguments.fixed:
@@ -199,6 +204,10 @@ def _fill(
             bar = Bar(f"{method}: speed-up of the slowest kind", worst, NEVER_SLOWER_BAR)
             report.bars.append(bar)
     report.samples = {f"{name}, {row}": asdict(tally) for (name, row), tally in tallies.items()}
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:

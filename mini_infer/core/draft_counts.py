@@ -11,6 +11,8 @@ class DraftCounts:
     """Steps of requests that verified at least one draft."""
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    num_reached: int = 0
+    """Drafts before which none was rejected: the others, nobody asked whether they are right."""
     seconds: float = 0.0
     """What these steps took, by the cost model: a request's share of each is the whole step."""
     plain_seconds: float = 0.0
@@ -21,6 +23,7 @@ class DraftCounts:
     ) -> None:
         """Takes in one verification; ``plain_seconds`` is for all of its tokens."""
         self.num_verifications += 1
+        self.num_reached += min(num_drafts, num_accepted + 1)
         for counts in (self.proposed, self.accepted):
             counts.extend([0] * (num_drafts - len(counts)))
         for position in range(num_drafts):
@@ -42,6 +45,12 @@ class DraftCounts:
     def acceptance_rate(self) -> float | None:
         """Accepted among all drafts; None where there were none."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def acceptance_of_reached(self) -> float | None:
+        """Accepted among the drafts that were reached: how often a draft is right (the alpha of
+        arXiv 2211.17192), however many are proposed behind it."""
+        return self.num_accepted_tokens / self.num_reached if self.num_reached else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
