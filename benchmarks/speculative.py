@@ -181,8 +181,7 @@ def _fill(
     report.notes += [
         "tok/s and speed-up are of decoding: tokens after the first, and the time from it to the "
         "last; with prompt: from request to answer",
-        "of those reached: of the drafts before which none was rejected, so that it does not depend "
-        "on how many are proposed",
+        "of those reached: of the drafts before which none was rejected, however many are proposed",
         "length: tokens of a verification, its own one included; steps without drafts do not count",
         *note_of_clock(arguments),
     ]

@@ -11,12 +11,12 @@ class DraftCounts:
     """Steps of requests that verified at least one draft."""
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    num_reached: int = 0
-    """Drafts before which none was rejected: the others, nobody asked whether they are right."""
     seconds: float = 0.0
     """What these steps took, by the cost model: a request's share of each is the whole step."""
     plain_seconds: float = 0.0
     """What plain decoding would have taken for the same tokens, by the cost model."""
+    num_reached: int = 0
+    """Drafts before which none was rejected: the others, nobody asked whether they are right."""
 
     def add(
         self, num_drafts: int, num_accepted: int, seconds: float = 0.0, plain_seconds: float = 0.0

@@ -70,6 +70,7 @@ def snapshot(counts: DraftCounts) -> DraftCounts:
         _padded(accepted, len(proposed)),
         counts.seconds,
         counts.plain_seconds,
+        counts.num_reached,
     )
 
 
@@ -85,6 +86,7 @@ def difference(now: DraftCounts, before: DraftCounts) -> DraftCounts:
         by_position(now.accepted, before.accepted),
         now.seconds - before.seconds,
         now.plain_seconds - before.plain_seconds,
+        now.num_reached - before.num_reached,
     )
 
 

@@ -79,4 +79,5 @@ def _summed(counts: list[DraftCounts]) -> DraftCounts:
         by_position([one.accepted for one in counts]),
         sum(one.seconds for one in counts),
         sum(one.plain_seconds for one in counts),
+        sum(one.num_reached for one in counts),
     )
