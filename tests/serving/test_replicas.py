@@ -158,4 +158,4 @@ def test_metrics_are_each_engines_and_totals_their_sum() -> None:
     totals = metrics.totals()
     assert (totals.prompt_tokens, totals.prefix_cache_hits, totals.num_running) == (30, 12, 3)
     assert totals.kv_usage == pytest.approx(0.375)
-    assert totals.drafts == DraftCounts(2, [2, 2, 1], [2, 0, 0])
+    assert totals.drafts == DraftCounts(2, [2, 2, 1], [2, 0, 0], num_reached=4)

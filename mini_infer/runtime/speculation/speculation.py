@@ -34,6 +34,7 @@ class Speculation:
         assert config.speculative_config is not None
         self._config = config.speculative_config
         self._max_step_tokens = config.max_num_batched_tokens
+        self._max_rows = config.max_num_seqs
         self._is_pipelined = config.is_pipelined
         self._events = events
         self._controller = DraftController(self._config, costs)
@@ -53,12 +54,12 @@ class Speculation:
         """Of the step that is taken in, by the number of drafts: ``_seconds``."""
 
     def plan_step(
-        self, decoding: Sequence[Request], num_prefilling: int, others_wait: bool
+        self, decoding: Sequence[Request], num_prefilling: int, num_entering: int
     ) -> bool:
-        """Decides on the drafts of a step of these requests, and of others that may enter if
-        ``others_wait``. Can it have any?"""
+        """Decides on the drafts of a step of these requests, and of up to ``num_entering`` others
+        that may get a slot. Can it have any?"""
         num_rows = len(decoding) + num_prefilling
-        self._share = self._drafts_each(len(decoding), num_prefilling > 0 or others_wait)
+        self._share = self._drafts_each(len(decoding), num_prefilling + num_entering)
         if self._host is None:
             self._num_proposed = self._controller.num_drafts(num_rows, self._share)
             return self._num_proposed > 0
@@ -98,14 +99,18 @@ class Speculation:
         """Drafts that could still be tokens of its answer: the last one is sampled for sure."""
         return request.max_num_tokens - request.num_tokens - 1
 
-    def _drafts_each(self, num_decoding: int, is_shared: bool) -> int:
-        """Drafts of each decoding request for which a step has tokens. Where it ``is_shared`` with
-        prompts, half of what plain decoding would leave is theirs: they would wait for ever beside
-        requests that fill every step with drafts."""
+    def _drafts_each(self, num_decoding: int, num_others: int) -> int:
+        """Drafts of each decoding request for which a step has room. Where it is shared with
+        prompts, half of the tokens that plain decoding would leave are theirs: they would wait for
+        ever beside requests that fill every step with drafts. And each draft is a row there
+        (``ChunkGraphs.run_with_drafts``): with more rows than there are requests in a full step, no
+        graph holds it, and launched one by one its kernels take several times as long."""
         if num_decoding > MAX_SPECULATING_ROWS:
             return 0  # some may be left of a smaller step
         free = max(0, self._max_step_tokens - num_decoding)
-        return (free // 2 if is_shared else free) // max(1, num_decoding)
+        if num_others:
+            free = min(free // 2, max(0, self._max_rows - num_decoding - num_others))
+        return free // max(1, num_decoding)
 
     def wake(self) -> None:
         """The engine was idle until now: that time was no step's."""
