@@ -124,6 +124,23 @@ def test_whole_prompts_come_on_top_of_drafts_within_what_buffers_are_made_for() 
     assert 64 + 8 < largest <= scheduler.config.max_step_tokens
 
 
+def test_beside_prompts_drafts_are_no_more_rows_than_graphs_have() -> None:
+    """One row too many, and the whole step's kernels are launched one by one."""
+    scheduler = make_scheduler(max_num_batched_tokens=512, max_num_seqs=16, device="cuda")
+    for index in range(6):
+        add(scheduler, str(index))
+    for _ in range(3):
+        step(scheduler)
+    add(scheduler, "long", prompt=900, max_tokens=3)
+    beside_one = [step(scheduler) for _ in range(2)]
+    for index in range(10):
+        add(scheduler, f"short {index}", prompt=40, max_tokens=3)
+    for batch in [*beside_one, *(step(scheduler) for _ in range(4))]:
+        if any(chunk.num_new_tokens > 1 + chunk.num_drafts for chunk in batch.chunks):
+            assert sum(1 + chunk.num_drafts for chunk in batch.chunks) <= 16
+    assert {chunk.num_drafts for chunk in beside_one[0].chunks} == {0, 1}
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_is_paid_for_once_however_often_it_is_asked_for(
     depth: int, monkeypatch: pytest.MonkeyPatch

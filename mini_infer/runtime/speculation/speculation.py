@@ -34,7 +34,9 @@ class Speculation:
         assert config.speculative_config is not None
         self._config = config.speculative_config
         self._max_step_tokens = config.max_num_batched_tokens
-        self._max_rows = config.max_num_seqs
+        replays = config.device.startswith("cuda") and not config.enforce_eager
+        self._max_rows = config.max_num_seqs if replays else config.max_step_tokens
+        """Of a step with prompts, drafts included."""
         self._is_pipelined = config.is_pipelined
         self._events = events
         self._controller = DraftController(self._config, costs)
@@ -102,9 +104,9 @@ class Speculation:
     def _drafts_each(self, num_decoding: int, num_others: int) -> int:
         """Drafts of each decoding request for which a step has room. Where it is shared with
         prompts, half of the tokens that plain decoding would leave are theirs: they would wait for
-        ever beside requests that fill every step with drafts. And each draft is a row there
-        (``ChunkGraphs.run_with_drafts``): with more rows than there are requests in a full step, no
-        graph holds it, and launched one by one its kernels take several times as long."""
+        ever beside requests that fill every step with drafts. And each draft is a row of its graph
+        (``ChunkGraphs.run_with_drafts``), which has as many as there can be requests: with more,
+        kernels are launched one by one, and a small model's step takes several times as long."""
         if num_decoding > MAX_SPECULATING_ROWS:
             return 0  # some may be left of a smaller step
         free = max(0, self._max_step_tokens - num_decoding)
