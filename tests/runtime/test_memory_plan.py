@@ -17,7 +17,7 @@ from mini_infer.modeling.memory_profile import SLACK
 from mini_infer.modeling.model_files import ModelFiles
 from mini_infer.modeling.model_runner import ModelRunner
 from mini_infer.modeling.proposers.head import DraftHead
-from mini_infer.modeling.proposers.head_files import head_bytes, save_draft_head
+from mini_infer.modeling.proposers.head_files import head_bytes, load_draft_head, save_draft_head
 from mini_infer.modeling.weights import build_model
 from mini_infer.runtime.memory_plan import (
     DeviceMemory,
@@ -239,11 +239,17 @@ def test_heads_that_can_not_be_shared_out() -> None:
         plan_memory(gpu_config(tensor_parallel_size=3), cards(141, 3))
 
 
-def test_a_draft_head_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_draft_head_counts(parallel: bool, tmp_path: Path) -> None:
     model = build_model(TINY_MODEL, DummySource(TINY_MODEL, 0, torch.float32), torch.float32)
-    head = DraftHead(model, 10)
+    head = DraftHead(model, 10, parallel=parallel)
+    for parameter in head.parameters():
+        parameter.data.zero_()
+    head.token_ids.copy_(torch.arange(10))
     save_draft_head(tmp_path, head, model, torch.float32)
-    kept = [*head.parameters(), head.token_ids]
+    loaded = load_draft_head(tmp_path, model, torch.float32)
+    kept = [*loaded.parameters(), loaded.token_ids]
+    kept += [loaded.later.by_draft] if loaded.later else []
     expected = sum(tensor.nbytes for tensor in kept)
     assert head_bytes(tmp_path, TINY_MODEL, torch.float32) == expected
     speculation = SpeculativeConfig(method="head", model=str(tmp_path), on_device=True)

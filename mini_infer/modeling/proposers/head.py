@@ -42,6 +42,8 @@ class LaterDrafts(Layer):
 
     start: Tensor
     """``[hidden]``: what the layers are given where a draft stands that is not known yet."""
+    by_draft: Tensor
+    """``[Vd, hidden]``: ``token_proj(norm(e))`` of each token that can be drafted."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -52,10 +54,19 @@ class LaterDrafts(Layer):
         self.norm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
 
-    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
-        """``x, embedded [R, hidden]`` -> the residual stream ``[R, hidden]``; x is overwritten."""
-        x = self.token_proj.add_to(x, self.token_norm(embedded))
-        return self.mlp.add_to(x, self.norm)
+    @torch.no_grad()
+    def prepare(self, embedded: Tensor) -> None:
+        """Once weights are loaded: ``embedded [Vd, hidden]`` are the tokens that can be drafted.
+
+        A look-up in place of a norm and a product, each a kernel that takes longer to start than to
+        run.
+        """
+        self.by_draft = self.token_proj(embedded, self.token_norm)
+
+    def forward(self, x: Tensor, drafts: Tensor) -> Tensor:
+        """``x [R, hidden]``, and ``drafts [R]`` int64, which of the Vd tokens stands before -> the
+        residual stream ``[R, hidden]``."""
+        return self.mlp.add_to(x + self.by_draft.index_select(0, drafts), self.norm)
 
 
 class DraftHead(Layer):

@@ -111,6 +111,8 @@ def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftH
     for module in reversed(list(head.modules())):
         if isinstance(module, Layer):
             module.finish_loading()
+    if head.later is not None:
+        head.later.prepare(model.embed_tokens(head.token_ids))
     return head.eval()
 
 
@@ -125,7 +127,8 @@ def head_bytes(folder: Path, target: ModelConfig, dtype: torch.dtype) -> int:
     model = empty_model(target, dtype, "meta", max_model_len=1)
     with torch.device("meta"):
         head = shape.build(model).to(dtype)
-    return sum(place.nbytes for place in checkpoint_places(head).values()) + head.token_ids.nbytes
+    size = sum(place.nbytes for place in checkpoint_places(head).values()) + head.token_ids.nbytes
+    return size if head.later is None else size + head.lm_head.weight.nbytes  # ``by_draft``
 
 
 class _HeadShape(NamedTuple):

@@ -44,7 +44,7 @@ class HeadProposer:
             embedded = model.embed_tokens(token_ids)
             hidden = head(hidden, embedded, model.rotary(positions), self._caches, meta)
             positions = positions + 1
-            token_ids = self._draw(hidden, rows.slots, positions)
+            token_ids = head.token_ids[self._draw(hidden, rows.slots, positions)]
             drafts.append(token_ids)
         return torch.stack(drafts, dim=1)
 
@@ -55,17 +55,16 @@ class HeadProposer:
         positions, meta = draft_metadata(state, rows.slots, last, num_drafts)
         embedded, rope = model.embed_tokens(rows.token_ids), model.rotary(positions)
         states = head(rows.hidden, embedded, rope, self._caches, meta, num_drafts)
-        states = states.unflatten(0, (-1, num_drafts))
-        drafts: list[Tensor] = []
-        for place in range(num_drafts):
-            x = states[:, place].contiguous()
-            if drafts:
-                x = head.later(x, model.embed_tokens(drafts[-1]))
-            drafts.append(self._draw(x, rows.slots, rows.positions + (place + 1)))
-        return torch.stack(drafts, dim=1)
+        by_place = states.unflatten(0, (-1, num_drafts)).transpose(0, 1).contiguous()
+        ends = (positions + 1).view(-1, num_drafts).T.contiguous()
+        drawn: list[Tensor] = []
+        for x, end in zip(by_place, ends, strict=True):
+            state_here = head.later(x, drawn[-1]) if drawn else x
+            drawn.append(self._draw(state_here, rows.slots, end))
+        return head.token_ids[torch.stack(drawn, dim=1)]
 
     def _draw(self, x: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Tokens ``[R]`` from the residual stream ``x [R, hidden]``, to stand at ``positions``."""
+        """Which of the head's tokens ``[R]`` shall stand at ``positions``, drawn from the residual
+        stream ``x [R, hidden]``."""
         logits = self._head.compute_logits(x)
-        drawn = self._sampler.draw_drafts(logits, slots, positions, self._draws)
-        return self._head.token_ids.index_select(0, drawn)
+        return self._sampler.draw_drafts(logits, slots, positions, self._draws)
