@@ -38,12 +38,18 @@ def expected(folder: Path) -> list[list[int]]:
     return token_ids(run(folder))
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, False), (2, False), (2, True)],
+    ids=["one layer", "two layers", "parallel"],
+)
 def head(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     output = tmp_path_factory.mktemp("head")
-    training = {"num_layers": request.param, "num_draft_tokens": 600, "epochs": 2}
+    num_layers, parallel = request.param
+    training = {"num_layers": num_layers, "num_draft_tokens": 600, "epochs": 2}
+    training |= {"parallel": parallel}
     record = train(output, {"model": str(folder), **OPTIONS}, training, num_tokens=20_000)
     assert all(math.isfinite(loss) for epoch in record.losses for loss in epoch)
     return output

@@ -248,7 +248,7 @@ def test_a_draft_head_counts(parallel: bool, tmp_path: Path) -> None:
     head.token_ids.copy_(torch.arange(10))
     save_draft_head(tmp_path, head, model, torch.float32)
     loaded = load_draft_head(tmp_path, model, torch.float32)
-    kept = [*loaded.parameters(), loaded.token_ids]
+    kept = [*head.parameters(), head.token_ids]
     kept += [loaded.later.by_draft] if loaded.later else []
     expected = sum(tensor.nbytes for tensor in kept)
     assert head_bytes(tmp_path, TINY_MODEL, torch.float32) == expected
