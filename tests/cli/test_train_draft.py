@@ -11,12 +11,13 @@ from mini_infer.cli.main import main
 FEW = ("--num-tokens", "60", "--max-length", "48", "--epochs", "1", "--device", "cpu")
 
 
+@pytest.mark.parametrize("drafting", ["--sequential", "--parallel"])
 def test_a_trained_head_speculates(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafting: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = tmp_path / "head"
     arguments = ["train-draft", "--model", str(tiny_folder), "--output", str(head), *FEW]
-    assert main(arguments) == 0
+    assert main([*arguments, drafting]) == 0
     assert "held-out acceptance" in capsys.readouterr().out
     record = json.loads((head / "training.json").read_text())
     assert record["num_tokens"] > 0
