@@ -143,7 +143,7 @@ class HeadTrainer:
         least, most = BATCH_TOKENS[config.device]
         num_tokens = options.epochs * sum(len(text.token_ids) for text in self._texts)
         self._batch_tokens = max(least, min(most, num_tokens // MANY_STEPS))
-        self._multiple = LENGTH_MULTIPLE[config.device]
+        self._multiple, self._longest = LENGTH_MULTIPLE[config.device], config.max_model_len
 
     def train(self) -> DraftHead:
         """The head, in float32; ``record`` says how it went."""
@@ -179,6 +179,7 @@ class HeadTrainer:
     def _target_texts(self, texts: Sequence[Text], tap: list[Tensor] | None = None) -> TargetTexts:
         device = self._model.embed_tokens.weight.device
         token_ids = pad([text.token_ids for text in texts], device, self._multiple)
+        token_ids = token_ids[:, : self._longest]  # beyond that no position has an angle
         bounds = torch.tensor([(text.num_prompt_tokens, len(text.token_ids)) for text in texts])
         place = torch.arange(token_ids.shape[1])
         wanted = (place >= bounds[:, :1]) & (place < bounds[:, 1:])

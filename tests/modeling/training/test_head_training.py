@@ -228,6 +228,23 @@ def test_training_learns_to_foresee_texts(model: CausalLM, monkeypatch: pytest.M
     assert torch.equal(head.lm_head.weight, model.lm_head.weight)
 
 
+def test_texts_are_padded_to_few_lengths_within_the_longest(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(head_trainer.LENGTH_MULTIPLE, "cpu", 8)
+    config = make_config(model_config=CONFIG, max_model_len=27)
+    texts = [Text([1 + length % 7] * length, 1) for length in (3, 5, 7, 8, 15, 20, 25, 27, 27, 26)]
+    trainer = HeadTrainer(config, model, texts, HeadTraining(num_draft_tokens=VOCAB, epochs=1))
+    monkeypatch.setattr(trainer, "_batch_tokens", 32)
+    _, batches, held_out = trainer._prepare()
+    lengths = {batch.token_ids.shape[1] for batch in [*batches, *held_out]}
+    assert max(lengths) == 27
+    assert lengths <= {8, 16, 24, 27}
+    assert sum(int(batch.wanted.sum()) for batch in [*batches, *held_out]) == sum(
+        text.num_own_tokens for text in texts
+    )
+
+
 def test_one_text_is_too_few(model: CausalLM) -> None:
     config = make_config(model_config=CONFIG)
     with pytest.raises(InvalidConfigError, match="raise num_tokens"):
