@@ -340,7 +340,8 @@ class _Batch:
         An accelerator must not be asked whether a guess was enough, so it sorts all.
         """
         vocab_size = self.logits.shape[-1]
-        largest_k = int(self.state.top_k[self.slots[rows]].max())
+        # Of a draft head's own vocabulary a request may keep more tokens than there are.
+        largest_k = min(int(self.state.top_k[self.slots[rows]].max()), vocab_size)
         if not (self.stages[rows] & Stage.TOP_P_ALONE).any():
             return [largest_k]
         if self.logits.device.type != "cpu":

@@ -133,7 +133,11 @@ class SamplingState:
 
     def over(self, token_ids: Tensor) -> "SamplingState":
         """The same requests, for draws from logits of ``token_ids [Vd]`` alone, ascending: a draw's
-        result is an index into these, and what it would be if all other logits were -inf."""
+        result is an index into these, and what it would be if all other logits were -inf.
+
+        For ``draw_drafts`` only: the columns that it reads are shared, whoever is admitted later;
+        lists of edits, which move as they grow, stay those of now.
+        """
         some = copy(self)
         some.token_hashes = self.token_hashes[token_ids]
         return some

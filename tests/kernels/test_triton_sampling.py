@@ -116,6 +116,9 @@ def test_draws_over_some_tokens_are_draws_where_the_others_are_impossible(size: 
     some = state.over(token_ids)
     for drawn in (draw(logits, some), torch_draw(logits, some)):
         assert token_ids[drawn].tolist() == expected.tolist()
+    for row, token in enumerate(expected.tolist()):  # where no other row's candidates are looked at
+        alone = admitted([admit(0, params[row], seed=300 + row)]).over(token_ids)
+        assert token_ids[torch_draw(logits[row : row + 1], alone)].tolist() == [token]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
