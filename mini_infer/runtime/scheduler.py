@@ -234,7 +234,7 @@ class Scheduler:
         drafting = self._speculation is not None and self._speculation.plan_step(
             requests,
             self._queues.count(RequestState.PREFILLING),
-            min(len(self._places.free_slots), self._queues.num_outside),
+            self._places.num_entering(),
         )
         for request in requests:
             start = request.num_computed_tokens

@@ -34,9 +34,9 @@ class Speculation:
         assert config.speculative_config is not None
         self._config = config.speculative_config
         self._max_step_tokens = config.max_num_batched_tokens
-        replays = config.device.startswith("cuda") and not config.enforce_eager
-        self._max_rows = config.max_num_seqs if replays else config.max_step_tokens
-        """Of a step with prompts, drafts included."""
+        has_graphs = config.device == "cuda" and not config.enforce_eager
+        self._graph_rows = config.max_num_seqs if has_graphs and not config.is_pipelined else None
+        """Of a step with prompts: each draft is one, but in a pipeline's stages."""
         self._is_pipelined = config.is_pipelined
         self._events = events
         self._controller = DraftController(self._config, costs)
@@ -104,14 +104,16 @@ class Speculation:
     def _drafts_each(self, num_decoding: int, num_others: int) -> int:
         """Drafts of each decoding request for which a step has room. Where it is shared with
         prompts, half of the tokens that plain decoding would leave are theirs: they would wait for
-        ever beside requests that fill every step with drafts. And each draft is a row of its graph
-        (``ChunkGraphs.run_with_drafts``), which has as many as there can be requests: with more,
+        ever beside requests that fill every step with drafts. And where a graph has such a step,
+        each draft is one of its rows (``ChunkGraphs.run_with_drafts``): with more than it has,
         kernels are launched one by one, and a small model's step takes several times as long."""
         if num_decoding > MAX_SPECULATING_ROWS:
             return 0  # some may be left of a smaller step
         free = max(0, self._max_step_tokens - num_decoding)
         if num_others:
-            free = min(free // 2, max(0, self._max_rows - num_decoding - num_others))
+            free //= 2
+            if self._graph_rows is not None:
+                free = min(free, max(0, self._graph_rows - num_decoding - num_others))
         return free // max(1, num_decoding)
 
     def wake(self) -> None:
