@@ -25,7 +25,6 @@ from mini_infer.modeling.attention import KVCache
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.cuda_graphs import record
 from mini_infer.modeling.device_state import DeviceState
-from mini_infer.modeling.proposers.head_proposer import HeadProposer
 from mini_infer.modeling.proposers.proposer import DeviceProposer, DraftRows
 from mini_infer.modeling.sampler import draw
 from mini_infer.modeling.speculative_step import StepRows
@@ -273,7 +272,7 @@ class ProposeGraphs(ShapedGraphs):
         counts: tuple[int, ...] = () if speculation is None else speculation.draft_counts
         shapes = shapes_of(config, counts if proposer is not None else counts[:1])
         super().__init__(shapes, (state.null_slot, 0, sampled.nobodys), state.device, pool)
-        if not (isinstance(proposer, HeadProposer) and proposer.drafts_at_once):
+        if not getattr(proposer, "drafts_at_once", False):
             self._most_rehearsed = 2  # what proposes a third draft proposed the second
         self._state, self._proposer, self.sampled = state, proposer, sampled
         # What the kernels of a graph write to is its own, as long as somebody holds it.

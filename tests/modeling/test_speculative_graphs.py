@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from mini_infer.core.speculative_config import SpeculativeConfig
 from mini_infer.modeling import speculative_graphs
 from mini_infer.modeling.chunk_graphs import ChunkGraphs
 from mini_infer.modeling.device_state import DeviceState
+from mini_infer.modeling.proposers.agreed import agreed
 from mini_infer.modeling.speculative_graphs import (
     ProposeGraphs,
+    SampledPlaces,
     Shape,
     VerifyGraphs,
     most_samples,
@@ -126,6 +129,24 @@ def test_a_proposer_that_no_graph_can_hold_says_so(monkeypatch: pytest.MonkeyPat
         tiny_engine(speculative_config=HALF_RIGHT)
     with pytest.raises(torch.AcceleratorError):
         tiny_engine(speculative_config=replace(HALF_RIGHT, method="early_exit", num_layers=1))
+
+
+@pytest.mark.parametrize(("at_once", "rehearsed"), [(False, {0, 1, 2}), (True, {0, 1, 2, 3})])
+def test_each_number_of_drafts_of_one_pass_is_rehearsed(
+    at_once: bool, rehearsed: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks, too."""
+    config = make_config(speculative_config=HALF_RIGHT)
+    device = torch.device("cpu")
+    state, sampled = DeviceState(config, device), SampledPlaces.empty(config, torch.float32, device)
+    proposer: Any = SimpleNamespace(drafts_at_once=at_once)
+    group: Any = SimpleNamespace(size=2)
+    pool: Any = None
+    graphs = ProposeGraphs(config, state, agreed(proposer, group), sampled, pool)
+    launched: list[Shape] = []
+    monkeypatch.setattr(graphs, "_step", launched.append)
+    graphs.rehearse()
+    assert {num_drafts for _, num_drafts in launched} == rehearsed
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -23,6 +23,7 @@ def agreed(proposer: DeviceProposer, group: TensorParallelGroup) -> DevicePropos
 class _Agreed:
     def __init__(self, proposer: DeviceProposer, group: TensorParallelGroup) -> None:
         self._proposer, self._group = proposer, group
+        self.drafts_at_once = getattr(proposer, "drafts_at_once", False)
 
     def propose(self, rows: DraftRows, num_drafts: int) -> Tensor:
         return self._group.broadcast_(self._proposer.propose(rows, num_drafts).contiguous())

@@ -30,7 +30,8 @@ class HeadProposer:
         self._sampler = Sampler()
         self._draws = state.sampling.over(head.token_ids)
         self.drafts_at_once = head.later is not None
-        """Do all drafts of a step go through the layers in one pass?"""
+        """Do all drafts of a step go through the layers in one pass? Then each number of them may
+        launch kernels of its own (``ProposeGraphs.rehearse``)."""
 
     def propose(self, rows: DraftRows, num_drafts: int) -> Tensor:
         """See ``DeviceProposer.propose``."""
