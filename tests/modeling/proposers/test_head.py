@@ -79,10 +79,12 @@ def two_texts(model: CausalLM, num_layers: int = 1) -> TargetTexts:
     return run(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
 
 
-def saved(folder: Path, config: ModelConfig = TARGETS["llama"]) -> CausalLM:
+def saved(
+    folder: Path, config: ModelConfig = TARGETS["llama"], *, parallel: bool = False
+) -> CausalLM:
     """The target for which a random head is saved in ``folder``."""
     model = target(config, plain=True)
-    save_draft_head(folder, random_head(model), model, torch.float32)
+    save_draft_head(folder, random_head(model, parallel=parallel), model, torch.float32)
     return model
 
 
@@ -226,9 +228,10 @@ def test_sampled_drafts_follow_the_request(tmp_path: Path) -> None:
     assert len({json.dumps(drafts(1.5, seed)) for seed in range(5)}) > 1
 
 
-def test_drafts_beyond_the_longest_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [False, True])
+def test_drafts_beyond_the_longest_request(parallel: bool, tmp_path: Path) -> None:
     """A request may be at its end while the step's others go on."""
-    model = saved(tmp_path)
+    model = saved(tmp_path, parallel=parallel)
     drafts = propose(
         tmp_path, model, two_texts(model), (LENGTH - 1, 5), SamplingParams(temperature=0.0)
     )
@@ -244,6 +247,14 @@ def test_a_head_survives_its_folder(tmp_path: Path) -> None:
     for name, value in head.state_dict().items():
         rounded = value.bfloat16() if value.is_floating_point() else value
         assert torch.equal(loaded.state_dict()[name].to(rounded.dtype), rounded)
+
+
+def test_a_head_of_before_there_were_parallel_ones_drafts_one_after_another(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("parallel_drafting") is False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_draft_head(tmp_path, model, torch.float32).later is None
 
 
 def _no_folder(folder: Path) -> None:
