@@ -137,12 +137,13 @@ def test_gradients_do_not_depend_on_how_logits_are_cut(
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
 
 
-def test_the_loss_is_the_divergence_from_the_target(model: CausalLM) -> None:
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_loss_is_the_divergence_from_the_target(parallel: bool, model: CausalLM) -> None:
     """Against the plain formula, one start and draft at a time, by torch's own gradients."""
     texts = own_texts(model, 3, 10)
     batch = batch_of(model, texts)
     drafted = torch.arange(5, 50)
-    head = new_head(model, drafted)
+    head = new_head(model, drafted, parallel=parallel)
     for parameter in trained_parameters(head):
         parameter.requires_grad_()
     losses = Distillation(model, head, 3).backward(batch)
@@ -210,13 +211,16 @@ def test_batches_hold_texts_of_similar_length() -> None:
     assert lengths == [[2, 2, 3], [7], [9], [20]]
 
 
-def test_training_learns_to_foresee_texts(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parallel", [False, True])
+def test_training_learns_to_foresee_texts(
+    parallel: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many steps over few texts, of which each is trained on and held out in different copies."""
     monkeypatch.setitem(head_trainer.BATCH_TOKENS, "cpu", (64, 64))
     monkeypatch.setattr(head_trainer, "HELD_OUT_SHARE", 0.3)
     config = make_config(model_config=CONFIG)
     texts = own_texts(model, 24, 24) * 3
-    options = HeadTraining(num_draft_tokens=VOCAB, epochs=6, learning_rate=2e-3)
+    options = HeadTraining(num_draft_tokens=VOCAB, parallel=parallel, epochs=6, learning_rate=2e-3)
     trainer = HeadTrainer(config, model, texts, options)
     head = trainer.train()
     record = trainer.record
