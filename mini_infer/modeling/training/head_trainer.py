@@ -25,8 +25,8 @@ from mini_infer.modeling.training.texts import Text, in_batches
 
 RECORD_FILE = "training.json"
 BATCH_TOKENS = {"cpu": (1024, 1024), "cuda": (8192, 32768)}
-"""Tokens of a step: at least, and at most. A processor is busy with few. On a GPU launches take the
-time of a step, whatever it holds, so that many texts are not cut into more than ``MANY_STEPS``."""
+"""Tokens of a step: at least, and at most. A CPU is busy with few. A GPU's step takes the time of
+its launches, whatever it holds: between these bounds it holds what makes ``MANY_STEPS``."""
 MANY_STEPS = 2000
 LENGTH_MULTIPLE = {"cpu": 1, "cuda": 128}
 """What texts are padded to. A GPU's attention is built anew for every shape (cuDNN: 60 ms each)."""
@@ -52,7 +52,8 @@ class HeadTraining:
     parallel: bool = False
     """Drafts all of a step in one pass."""
     depth: int = 3
-    """Drafts behind a token that the loss looks at."""
+    """Drafts behind a token that the loss looks at. A sequential head goes on in the same way; the
+    places behind these a parallel one has never seen."""
     epochs: int = 4
     learning_rate: float = 1e-3
     seed: int = 0
@@ -106,8 +107,8 @@ class TrainingRecord:
 class HeadTrainer:
     """Trains a head for ``model``, whose weights stay as they are.
 
-    The texts' states and last keys and values are computed once and kept on the model's device: a
-    token takes ``hidden_size + 2 * num_layers * num_kv_heads * head_dim`` numbers.
+    The texts' states and last keys and values are computed once and kept on the model's device:
+    ``hidden_size + 2 * num_layers * num_kv_heads * head_dim`` numbers a token, padding included.
     """
 
     def __init__(
@@ -174,14 +175,18 @@ class HeadTrainer:
         return head, batches, held_out
 
     def _in_batches(self, texts: Sequence[Text]) -> list[list[Text]]:
-        return in_batches(texts, self._batch_tokens, self._multiple)
+        return in_batches(texts, self._batch_tokens, self._padded)
+
+    def _padded(self, length: int) -> int:
+        """Beyond the longest text no position has an angle."""
+        return min(-(-length // self._multiple) * self._multiple, self._longest)
 
     def _target_texts(self, texts: Sequence[Text], tap: list[Tensor] | None = None) -> TargetTexts:
         device = self._model.embed_tokens.weight.device
-        token_ids = pad([text.token_ids for text in texts], device, self._multiple)
-        token_ids = token_ids[:, : self._longest]  # beyond that no position has an angle
+        length = self._padded(max(len(text.token_ids) for text in texts))
+        token_ids = pad([text.token_ids for text in texts], device, length)
         bounds = torch.tensor([(text.num_prompt_tokens, len(text.token_ids)) for text in texts])
-        place = torch.arange(token_ids.shape[1])
+        place = torch.arange(length)
         wanted = (place >= bounds[:, :1]) & (place < bounds[:, 1:])
         return self._run(token_ids, wanted.to(device), tap)
 

@@ -108,8 +108,7 @@ class TargetPass:
         return TargetTexts(token_ids, wanted, x.view(num_texts, length, -1), keys, values)
 
 
-def pad(texts: Sequence[Sequence[int]], device: torch.device, multiple: int = 1) -> Tensor:
-    """Texts of different lengths as ``[B, L]`` int64, L a ``multiple``, zeros behind their ends."""
-    length = -(-max(map(len, texts)) // multiple) * multiple
+def pad(texts: Sequence[Sequence[int]], device: torch.device, length: int) -> Tensor:
+    """Texts of different lengths as ``[B, length]`` int64, zeros behind their ends."""
     rows = [[*text, *(0,) * (length - len(text))] for text in texts]
     return torch.tensor(rows, dtype=torch.int64).to(device)

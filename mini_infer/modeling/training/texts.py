@@ -1,6 +1,6 @@
 """What a draft head learns from. Imports no torch: texts are made where there is none."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -15,13 +15,15 @@ class Text(NamedTuple):
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-def in_batches(texts: Sequence[Text], max_tokens: int, multiple: int = 1) -> list[list[Text]]:
-    """Texts of similar length together, each batch of at most ``max_tokens`` once padded to a
-    ``multiple``, or of one text."""
+def in_batches(
+    texts: Sequence[Text], max_tokens: int, padded: Callable[[int], int] = lambda length: length
+) -> list[list[Text]]:
+    """Texts of similar length together, each batch of at most ``max_tokens`` once it has the
+    ``padded`` length of its longest text, or of one text."""
     batches: list[list[Text]] = []
     for text in sorted(texts, key=lambda text: len(text.token_ids)):
         # The longest of its batch so far, so its length is what all are padded to.
-        length = -(-len(text.token_ids) // multiple) * multiple
+        length = padded(len(text.token_ids))
         if not batches or (len(batches[-1]) + 1) * length > max_tokens:
             batches.append([])
         batches[-1].append(text)

@@ -58,8 +58,13 @@ def own_texts(model: CausalLM, count: int, length: int) -> list[Text]:
     return texts
 
 
+def padded(texts: list[Text]) -> torch.Tensor:
+    token_ids = [text.token_ids for text in texts]
+    return pad(token_ids, torch.device("cpu"), max(map(len, token_ids)))
+
+
 def batch_of(model: CausalLM, texts: list[Text]) -> TargetTexts:
-    token_ids = pad([text.token_ids for text in texts], torch.device("cpu"))
+    token_ids = padded(texts)
     wanted = torch.zeros_like(token_ids, dtype=torch.bool)
     for row, text in enumerate(texts):
         wanted[row, text.num_prompt_tokens : len(text.token_ids)] = True
@@ -87,7 +92,7 @@ def test_the_target_pass_is_the_model(family: str) -> None:
 
 def test_a_tap_has_what_the_last_layer_reads(model: CausalLM) -> None:
     texts = own_texts(model, 2, 8)
-    token_ids = pad([text.token_ids for text in texts], torch.device("cpu"))
+    token_ids = padded(texts)
     tap: list[torch.Tensor] = []
     TargetPass(model, 1, "torch")(token_ids, token_ids > 0, tap)
     (below,) = tap
