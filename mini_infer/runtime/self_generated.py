@@ -76,6 +76,9 @@ OPENING_TOKENS = 32
 of the temperatures."""
 USUAL_ANSWER = 64
 """Most answers are longer, so a last round seldom brings much more than was asked for."""
+SILENT_ROUNDS = 16
+"""So many in a row without a word are no chance any more. A last round is of one prompt, which a
+model that chats may end before it begins: that once ended the training."""
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -172,7 +175,7 @@ def _own_prompts(llm: LLM, chance: random.Random) -> Prompts:
             "max_length",
         )
 
-    def prompts(count: int) -> list[list[int]]:
+    def said_by_users(count: int) -> list[list[int]]:
         begun = [
             chance.choice(opened) if opened and chance.random() < OPENED_SHARE else before
             for _ in range(count)
@@ -192,11 +195,13 @@ def _own_prompts(llm: LLM, chance: random.Random) -> Prompts:
             said = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
             if said:
                 made_up.append([*output.prompt_token_ids, *said, *behind])
-        if not made_up:
-            raise UnsupportedModelError(
-                "the model says nothing where a prompt should be: give prompts"
-            )
         return made_up
+
+    def prompts(count: int) -> list[list[int]]:
+        for _ in range(SILENT_ROUNDS):
+            if made_up := said_by_users(count):
+                return made_up
+        raise UnsupportedModelError("the model says nothing where a prompt should be: give prompts")
 
     return prompts
 

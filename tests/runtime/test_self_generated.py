@@ -8,6 +8,7 @@ import pytest
 
 from mini_infer import LLM
 from mini_infer.core.errors import InvalidRequestError, UnsupportedModelError
+from mini_infer.core.outputs import RequestOutput
 from mini_infer.runtime import self_generated
 from mini_infer.runtime.byte_tokenizer import ByteTokenizer
 from mini_infer.runtime.self_generated import write_texts
@@ -50,6 +51,28 @@ def test_half_of_what_it_asks_is_begun_for_it(llm: LLM) -> None:
 
 def test_the_same_seed_writes_the_same(llm: LLM) -> None:
     assert write_texts(llm, 100, seed=3) == write_texts(llm, 100, seed=3)
+
+
+@pytest.mark.parametrize("num_silent", [2, self_generated.SILENT_ROUNDS])
+def test_a_round_without_a_word_is_asked_for_again(
+    num_silent: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is of one prompt, and what a model says is drawn."""
+    rounds, generate = iter(range(num_silent)), llm.generate
+
+    def says_nothing_at_first(*args: Any, **options: Any) -> list[RequestOutput]:
+        outputs = generate(*args, **options)
+        if next(rounds, None) is not None:
+            for output in outputs:
+                output.outputs[0].token_ids = []
+        return outputs
+
+    monkeypatch.setattr(llm, "generate", says_nothing_at_first)
+    if num_silent < self_generated.SILENT_ROUNDS:
+        assert write_texts(llm, 100)
+        return
+    with pytest.raises(UnsupportedModelError, match="says nothing"):
+        write_texts(llm, 100)
 
 
 def test_prompts_are_used_in_turn_and_again(llm: LLM) -> None:
