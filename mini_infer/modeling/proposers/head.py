@@ -13,9 +13,9 @@ target's ``lm_head``, which would otherwise take longer than all else that a dra
 
 Drafts come one after another, each computed from the one before, or all in one pass (P-EAGLE,
 2602.01469, and before it ParallelSpec, 2410.05589): then a learnt vector stands where a token and a
-state are not there yet. What each draft is tells most about the next, so that what the layers leave
-for one is corrected by the draft before it, as Hydra's heads are (2402.05109): a small part of the
-layers' work is done draft by draft.
+state are not there yet. Which token a draft is says most about the next one, so what the layers
+leave for each is corrected by the draft before it, as Hydra's heads are (2402.05109): that part of
+the work, a small one, is done draft by draft.
 
 Letters in shapes: R requests, k drafts of a pass, n layers of the head, Vd tokens that can be
 drafted.
@@ -73,7 +73,8 @@ class DraftHead(Layer):
     """``x = hidden_proj(norm(h)) + token_proj(norm(e))``, then n blocks of the target's kind.
 
     h is the residual stream at the token before, e the embedding of the token that stands now. What
-    the last block leaves is the h of the next draft; its logits come from ``compute_logits``.
+    the last block leaves is the h of the next draft, unless all are drafted at once; its logits
+    come from ``compute_logits``.
     """
 
     later: LaterDrafts | None

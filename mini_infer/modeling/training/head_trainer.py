@@ -26,7 +26,7 @@ from mini_infer.modeling.training.texts import Text, in_batches
 RECORD_FILE = "training.json"
 BATCH_TOKENS = {"cpu": (1024, 1024), "cuda": (8192, 32768)}
 """Tokens of a step: at least, and at most. A CPU is busy with few. A GPU's step takes the time of
-its launches, whatever it holds: between these bounds it holds what makes ``MANY_STEPS``."""
+its launches, whatever it holds: between these bounds it holds what makes some ``MANY_STEPS``."""
 MANY_STEPS = 2000
 LENGTH_MULTIPLE = {"cpu": 1, "cuda": 128}
 """What texts are padded to. A GPU's attention is built anew for every shape (cuDNN: 60 ms each)."""
