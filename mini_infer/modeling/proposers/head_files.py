@@ -101,6 +101,7 @@ def load_draft_head(folder: Path, model: CausalLM, dtype: torch.dtype) -> DraftH
         )
     for name, place in places.items():
         place.copy_(source.get(name))
+        _check_finite(name, place, folder)
     ours = fingerprint(model)
     if not torch.allclose(places[FINGERPRINT], ours, rtol=FINGERPRINT_TOLERANCE, atol=1e-3):
         raise InvalidConfigError(
@@ -169,6 +170,16 @@ def _check_config(folder: Path, target: ModelConfig) -> _HeadShape:
     if not isinstance(parallel, bool):
         raise WeightsError(f"{path}: parallel_drafting must be true or false: {TRAIN_ONE}")
     return _HeadShape(config["num_hidden_layers"], config["num_draft_tokens"], parallel)
+
+
+def _check_finite(name: str, place: Tensor, folder: Path) -> None:
+    """A draft's keys and values stand in the target's cache, where whoever has the block next masks
+    what it has not written: but a NaN times nothing is a NaN, and the answer another one."""
+    if not bool(torch.isfinite(torch.stack(place.aminmax())).all()):
+        raise WeightsError(
+            f"{folder / SINGLE_FILE}: {name} has values that are no finite numbers in "
+            f"{str(place.dtype).removeprefix('torch.')}: {TRAIN_ONE}"
+        )
 
 
 def _check_token_ids(token_ids: Tensor, vocab_size: int, folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mini_infer.core.batch import Admission, Chunk, ScheduledBatch
@@ -279,6 +280,13 @@ def _truncated(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
+def _not_a_number(folder: Path) -> None:
+    """As training that diverges leaves it: its keys would stay in the target's cache."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
 def _no_json(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
@@ -299,6 +307,7 @@ def _no_json(folder: Path) -> None:
         (_change(parallel_drafting=True), WeightsError, "later"),
         (_change(num_draft_tokens=9), WeightsError, "lm_head.weight, token_ids"),
         (_truncated, WeightsError, "truncated"),
+        (_not_a_number, WeightsError, "model.norm.weight has values that are no finite"),
     ],
 )
 def test_a_damaged_folder_says_what_to_do(
