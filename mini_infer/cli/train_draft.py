@@ -24,7 +24,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--max-length", default=512, show_default=True, help="Longest text, in tokens.")
 @click.option("--epochs", default=4, show_default=True, help="Passes over the texts.")
 @click.option("--learning-rate", default=1e-3, show_default=True, help="AdamW's, at its highest.")
-@click.option("--depth", default=3, show_default=True, help="Drafts in a row that it learns.")
+@click.option("--depth", default=4, show_default=True, help="Drafts in a row that it learns.")
 @click.option(
     "--num-draft-tokens", default=16384, show_default=True, help="Vocabulary that is drafted from."
 )
@@ -60,7 +60,9 @@ def train_draft(
     """
     if num_tokens < 1:
         raise InvalidConfigError(f"num_tokens must be 1 or more, got {num_tokens}")
-    if output.exists() and any(output.iterdir()) and not (output / "training.json").is_file():
+    # Hidden ones do not count: a training that was killed as it wrote its head may leave some.
+    files = {file.name for file in output.glob("[!.]*")}
+    if files and "training.json" not in files:
         raise InvalidConfigError(
             f"{output} holds other files: name a new folder, or that of an earlier head"
         )

@@ -33,7 +33,9 @@ def test_a_trained_head_speculates(
 
 
 def test_prompts_from_a_file(tiny_folder: Path, tmp_path: Path) -> None:
+    """Also where a training was killed as it wrote its head."""
     prompts, head = tmp_path / "prompts.jsonl", tmp_path / "head"
+    (head / ".new-killed").mkdir(parents=True)
     lines = ({"prompt": "one"}, {"turns": ["two", "then"]})
     prompts.write_text("\n".join(map(json.dumps, lines)))
     arguments = ["train-draft", "--model", str(tiny_folder), "--output", str(head), *FEW]

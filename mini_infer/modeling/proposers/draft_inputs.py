@@ -9,10 +9,10 @@ from mini_infer.modeling.device_state import DeviceState
 
 
 def draft_metadata(
-    state: DeviceState, slots: Tensor, last_positions: Tensor, num_tokens: int = 1
+    state: DeviceState, slots: Tensor, first_positions: Tensor, num_tokens: int = 1
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Positions ``[R * num_tokens]`` and metadata of a pass over the last ``num_tokens`` tokens of
-    each of R requests, up to ``last_positions [R]``.
+    """Positions ``[R * num_tokens]`` and metadata of a pass over ``num_tokens`` tokens of each of R
+    requests, from ``first_positions [R]`` on.
 
     Keys and values of tokens for which a request has no block go to the null block. A GPU may
     replay what this launches: it depends on no value of its arguments.
@@ -20,7 +20,7 @@ def draft_metadata(
     num_rows, device = len(slots), slots.device
     inputs = ops.verify_inputs(
         slots,
-        (last_positions - (num_tokens - 1)).clamp_min_(0) if num_tokens > 1 else last_positions,
+        first_positions,
         num_tokens,
         state.token_table,
         state.block_table,

@@ -94,7 +94,8 @@ class DraftModelProposer:
         of them has never been an input.
         """
         state, slots, last = self._state, rows.slots, rows.positions
-        positions, meta = draft_metadata(state, slots, last, num_tokens=2)
+        first = (last - 1).clamp_min_(0)
+        positions, meta = draft_metadata(state, slots, first, num_tokens=2)
         before = state.token_table[slots, positions[::2]].to(rows.token_ids.dtype)
         token_ids = torch.stack((before, rows.token_ids), dim=1).flatten()
         drafts: list[Tensor] = []

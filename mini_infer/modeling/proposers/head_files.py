@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from mini_infer.modeling.sharding import add_up_products, shard_of
 from mini_infer.modeling.weights import WeightSource, checkpoint_places, empty_model
 
 CONFIG_FILE = "config.json"
+NEW = ".new-"
+"""How a folder within a head's is called where the next one is written."""
 KIND = "MiniInferDraftHead"
 TARGET_FIELDS = (
     "architecture",
@@ -51,8 +55,13 @@ def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch
     """Writes a head for ``model`` in ``dtype``; the folder is made if it is not there.
 
     A head that is there is replaced once the new one is written whole.
+
+    Raises:
+        OSError: the folder can't be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{NEW}*"):  # by one that was killed
+        rmtree(left)
     tensors = {
         name: value.to("cpu", dtype).contiguous() for name, value in checkpoint_places(head).items()
     }
@@ -64,9 +73,12 @@ def save_draft_head(folder: Path, head: DraftHead, model: CausalLM, dtype: torch
         "parallel_drafting": head.later is not None,
         "target": {name: getattr(model.config, name) for name in TARGET_FIELDS},
     }
-    with TemporaryDirectory(dir=folder, prefix=".new-") as name:
+    with TemporaryDirectory(dir=folder, prefix=NEW) as name:
         new = Path(name)
-        save_file(tensors, new / SINGLE_FILE)
+        try:
+            save_file(tensors, new / SINGLE_FILE)
+        except SafetensorError as error:  # the system's, such as a full disk
+            raise OSError(f"{folder / SINGLE_FILE}: {error}") from error
         (new / SINGLE_FILE).chmod(0o644)  # safetensors keeps it from all but its owner
         (new / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in (SINGLE_FILE, CONFIG_FILE):

@@ -52,8 +52,7 @@ class HeadProposer:
     def _propose_at_once(self, rows: DraftRows, num_drafts: int) -> Tensor:
         model, head, state = self._model, self._head, self._state
         assert head.later is not None
-        last = rows.positions + (num_drafts - 1)
-        positions, meta = draft_metadata(state, rows.slots, last, num_drafts)
+        positions, meta = draft_metadata(state, rows.slots, rows.positions, num_drafts)
         embedded, rope = model.embed_tokens(rows.token_ids), model.rotary(positions)
         states = head(rows.hidden, embedded, rope, self._caches, meta, num_drafts)
         by_place = states.unflatten(0, (-1, num_drafts)).transpose(0, 1).contiguous()

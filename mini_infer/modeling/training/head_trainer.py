@@ -51,7 +51,7 @@ class HeadTraining:
     """The vocabulary that is drafted from."""
     parallel: bool = False
     """Drafts all of a step in one pass."""
-    depth: int = 3
+    depth: int = 4
     """Drafts behind a token that the loss looks at. A sequential head goes on in the same way; the
     places behind these a parallel one has never seen."""
     epochs: int = 4

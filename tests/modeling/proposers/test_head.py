@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -355,3 +356,20 @@ def test_a_head_is_replaced_whole_or_not_at_all(
     with pytest.raises(OSError, match="no space"):
         save_draft_head(tmp_path, random_head(model, 2), model, torch.float32)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".new-killed").mkdir()
+    (tmp_path / ".new-killed" / "model.safetensors").write_bytes(b"half")
+    saved(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_full_disk_is_the_systems_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("mini_infer.modeling.proposers.head_files.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path)
+    assert not list(tmp_path.iterdir())
