@@ -42,6 +42,7 @@ def train(
     output.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=output).close()  # what can't be written says so before all the work
     with LLM(**options) as llm:
+        how.check_fits(llm.engine.config.model_config)  # before the texts, which take long
         texts = write_texts(llm, num_tokens, conversations, how.seed)
         device = llm.engine.config.device
     config, _ = resolve_core({**options, "dtype": _training_dtype(device)})

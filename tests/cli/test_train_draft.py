@@ -106,6 +106,18 @@ def test_prompts_that_can_not_be_used(
     assert says in capsys.readouterr().err
 
 
+def test_too_many_layers_are_noticed_before_the_work(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("mini_infer.runtime.train_draft.write_texts", None)
+    given = ("--model", str(tiny_folder), "--output", str(tmp_path / "head"))
+    assert main(["train-draft", *given, *FEW, "--num-layers", "3"]) == 2
+    assert "num_layers must be at most the model's own 2" in capsys.readouterr().err
+
+
 def test_a_folder_that_can_not_be_written_is_noticed_before_the_work(
     tiny_folder: Path,
     tmp_path: Path,

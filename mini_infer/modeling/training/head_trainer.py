@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from mini_infer.core.engine_config import EngineConfig
 from mini_infer.core.errors import InvalidConfigError
+from mini_infer.core.model_config import ModelConfig
 from mini_infer.modeling.causal_lm import CausalLM
 from mini_infer.modeling.proposers.head import DraftHead
 from mini_infer.modeling.training.draft_distillation import Distillation, accepted_lengths
@@ -65,6 +66,17 @@ class HeadTraining:
         if not 0 < self.learning_rate < 1:
             raise InvalidConfigError(
                 f"learning_rate must be between 0 and 1, got {self.learning_rate}"
+            )
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """
+        Raises:
+            InvalidConfigError: more layers than the target's own.
+        """
+        if self.num_layers > target.num_layers:
+            raise InvalidConfigError(
+                f"num_layers must be at most the model's own {target.num_layers}, got "
+                f"{self.num_layers}"
             )
 
 
@@ -123,11 +135,7 @@ class HeadTrainer:
         Raises:
             InvalidConfigError: fewer than two texts, or more layers than the model's own.
         """
-        if options.num_layers > model.config.num_layers:
-            raise InvalidConfigError(
-                f"num_layers must be at most the model's own {model.config.num_layers}, got "
-                f"{options.num_layers}"
-            )
+        options.check_fits(model.config)
         if len(texts) < 2:
             raise InvalidConfigError(
                 "a draft head is trained on some texts and measured on others, but there are only "
