@@ -40,18 +40,6 @@ class Places:
         )
         return needed + promised - self._cache.num_available_blocks
 
-    def num_entering(self) -> int:
-        """How many requests may get a place in the next step, at most: none where the first lacks
-        blocks, however many wait behind it."""
-        request = self._queues.next_outside()
-        if not self.free_slots or request is None:
-            return 0
-        prefix = self._cache.match_prefix(request)
-        is_next = not prefix.is_worth_waiting_for(request.num_tokens)
-        if is_next and self.blocks_lacking(request, prefix) > 0:
-            return 0
-        return min(len(self.free_slots), self._queues.num_outside)
-
     def allocate_or_preempt(
         self, plan: StepPlan, request: Request, num_new_tokens: int
     ) -> list[int] | None:

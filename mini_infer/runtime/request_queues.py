@@ -47,10 +47,6 @@ class RequestQueues:
     def num_running(self) -> int:
         return sum(len(queue.requests) for queue in self._inside.values())
 
-    @property
-    def num_outside(self) -> int:
-        return sum(self._counts[state] for state in self._heaps)
-
     def add(self, request: Request) -> None:
         """Enters a new request as waiting."""
         self._insert(request, RequestState.WAITING)

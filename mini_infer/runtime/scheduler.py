@@ -234,7 +234,7 @@ class Scheduler:
         drafting = self._speculation is not None and self._speculation.plan_step(
             requests,
             self._queues.count(RequestState.PREFILLING),
-            self._places.num_entering(),
+            bool(self._places.free_slots) and self._queues.next_outside() is not None,
         )
         for request in requests:
             start = request.num_computed_tokens

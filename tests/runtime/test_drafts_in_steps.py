@@ -124,54 +124,6 @@ def test_whole_prompts_come_on_top_of_drafts_within_what_buffers_are_made_for() 
     assert 64 + 8 < largest <= scheduler.config.max_step_tokens
 
 
-def test_beside_prompts_drafts_are_no_more_rows_than_graphs_have() -> None:
-    """One row too many, and the whole step's kernels are launched one by one."""
-    scheduler = make_scheduler(max_num_batched_tokens=512, max_num_seqs=16, device="cuda")
-    for index in range(6):
-        add(scheduler, str(index))
-    for _ in range(3):
-        step(scheduler)
-    add(scheduler, "long", prompt=900, max_tokens=3)
-    beside_one = [step(scheduler) for _ in range(2)]
-    for index in range(10):
-        add(scheduler, f"short {index}", prompt=40, max_tokens=3)
-    for batch in [*beside_one, *(step(scheduler) for _ in range(4))]:
-        if any(chunk.num_new_tokens > 1 + chunk.num_drafts for chunk in batch.chunks):
-            assert sum(1 + chunk.num_drafts for chunk in batch.chunks) <= 16
-    assert {chunk.num_drafts for chunk in beside_one[0].chunks} == {0, 1}
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_who_lacks_blocks_takes_no_drafts_from_others(device: str) -> None:
-    """A queue as long as there are free slots once left no row of a graph for drafts."""
-    scheduler = make_scheduler(max_num_seqs=32, num_kv_blocks=251, device=device)
-    for index in range(4):
-        add(scheduler, str(index))
-    for _ in range(3):
-        step(scheduler)
-    for index in range(40):
-        add(scheduler, f"large {index}", prompt=1000, max_tokens=4)
-    for _ in range(4):
-        batch = step(scheduler)
-        assert [chunk.num_drafts for chunk in batch.chunks] == [MOST] * 4
-
-
-STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-
-
-@pytest.mark.parametrize(
-    ("device", "options"), [("cpu", {}), ("cuda", {"enforce_eager": True}), ("cuda", STAGES)]
-)
-def test_without_graphs_for_them_drafts_beside_prompts_have_half_of_the_tokens(
-    device: str, options: dict[str, Any]
-) -> None:
-    scheduler = make_scheduler(
-        options is not STAGES, max_num_batched_tokens=64, max_num_seqs=16, device=device, **options
-    )
-    assert scheduler._speculation is not None
-    assert scheduler._speculation._drafts_each(num_decoding=4, num_others=12) == (64 - 4) // 2 // 4
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_is_paid_for_once_however_often_it_is_asked_for(
     depth: int, monkeypatch: pytest.MonkeyPatch

@@ -34,9 +34,6 @@ class Speculation:
         assert config.speculative_config is not None
         self._config = config.speculative_config
         self._max_step_tokens = config.max_num_batched_tokens
-        has_graphs = config.device == "cuda" and not config.enforce_eager
-        self._graph_rows = config.max_num_seqs if has_graphs and not config.is_pipelined else None
-        """Of a step with prompts: each draft is one, but in a pipeline's stages."""
         self._is_pipelined = config.is_pipelined
         self._events = events
         self._controller = DraftController(self._config, costs)
@@ -56,12 +53,12 @@ class Speculation:
         """Of the step that is taken in, by the number of drafts: ``_seconds``."""
 
     def plan_step(
-        self, decoding: Sequence[Request], num_prefilling: int, num_entering: int
+        self, decoding: Sequence[Request], num_prefilling: int, others_wait: bool
     ) -> bool:
-        """Decides on the drafts of a step of these requests, and of up to ``num_entering`` others
-        that may get a slot. Can it have any?"""
+        """Decides on the drafts of a step of these requests, and of others that may enter if
+        ``others_wait``. Can it have any?"""
         num_rows = len(decoding) + num_prefilling
-        self._share = self._drafts_each(len(decoding), num_prefilling + num_entering)
+        self._share = self._drafts_each(len(decoding), num_prefilling > 0 or others_wait)
         if self._host is None:
             self._num_proposed = self._controller.num_drafts(num_rows, self._share)
             return self._num_proposed > 0
@@ -101,20 +98,14 @@ class Speculation:
         """Drafts that could still be tokens of its answer: the last one is sampled for sure."""
         return request.max_num_tokens - request.num_tokens - 1
 
-    def _drafts_each(self, num_decoding: int, num_others: int) -> int:
-        """Drafts of each decoding request for which a step has room. Where it is shared with
-        prompts, half of the tokens that plain decoding would leave are theirs: they would wait for
-        ever beside requests that fill every step with drafts. And where a graph has such a step,
-        each draft is one of its rows (``ChunkGraphs.run_with_drafts``): with more than it has,
-        kernels are launched one by one, and a small model's step takes several times as long."""
+    def _drafts_each(self, num_decoding: int, is_shared: bool) -> int:
+        """Drafts of each decoding request for which a step has tokens. Where it ``is_shared`` with
+        prompts, half of what plain decoding would leave is theirs: they would wait for ever beside
+        requests that fill every step with drafts."""
         if num_decoding > MAX_SPECULATING_ROWS:
             return 0  # some may be left of a smaller step
         free = max(0, self._max_step_tokens - num_decoding)
-        if num_others:
-            free //= 2
-            if self._graph_rows is not None:
-                free = min(free, max(0, self._graph_rows - num_decoding - num_others))
-        return free // max(1, num_decoding)
+        return (free // 2 if is_shared else free) // max(1, num_decoding)
 
     def wake(self) -> None:
         """The engine was idle until now: that time was no step's."""
