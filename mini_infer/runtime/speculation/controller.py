@@ -26,9 +26,9 @@ which they end."""
 PRIOR_RATE = 0.6
 PRIOR_WEIGHT = 2.0
 """What is believed of drafts before any is verified: enough to try, and soon outweighed."""
-ALLOWANCE = 0.008
+ALLOWANCE = 0.01
 """Share of plain decoding's time that may be lost to drafts that fail."""
-MAX_CREDIT = 4.0
+MAX_CREDIT = 2.5
 FIRST_CREDIT = 1.0
 """In plain steps: what may be lost at a stretch, and at the start."""
 PROBE_SHARE = 0.006
