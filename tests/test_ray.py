@@ -3,6 +3,7 @@ in a clear error, with nothing left behind, and in another engine once there is 
 """
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def cluster() -> Iterator[Cluster]:
         (Path(folder) / "ray").mkdir()
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv(ray_cluster.NICENESS, "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         head = {**NODE, "num_cpus": 0, "num_gpus": 0, "_system_config": QUICK_RAY}
         cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -263,6 +265,24 @@ def test_a_cluster_that_has_left_its_address(
     monkeypatch.delenv(ray_cluster.ADDRESS, raising=False)
     with pytest.raises(InvalidConfigError, match=r"no longer answers at 127.0.0.1:1 .*ray stop"):
         executor().start()
+
+
+def test_ranks_of_a_cluster_that_is_started_here_are_as_important_as_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (ray_cluster.ADDRESS, ray_cluster.NICENESS):
+        monkeypatch.delenv(name, raising=False)
+    found: list[str | None] = []
+
+    def init(*_: object, **__: object) -> None:
+        found.append(os.environ.get(ray_cluster.NICENESS))
+        raise ConnectionError("not here")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "_probe", lambda address: None)
+    with pytest.raises(InvalidConfigError, match="not here"):
+        executor().start()
+    assert found == ["0"]
 
 
 def test_a_cluster_whose_token_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

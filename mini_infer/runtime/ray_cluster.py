@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from mini_infer.core.errors import ClusterResourcesError, InvalidConfigError
 
 ADDRESS = "RAY_ADDRESS"
+NICENESS = "RAY_worker_niceness"
 PROBE_SECONDS = 3.0
 PLACEMENT_SECONDS = 4.0
 """Ranks that have no place after so long do not fit beside what runs there."""
@@ -80,7 +81,9 @@ CONNECTION = Connection()
 def _initialize() -> None:
     address = os.environ.get(ADDRESS, "")
     _probe(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+    # Of a cluster that is started here. With Ray's 15, a rank beside a busy process would hang.
+    os.environ.setdefault(NICENESS, "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _own_signals():
         try:
             ray.init(address or None, logging_level=logging.ERROR, include_dashboard=False)
