@@ -2,8 +2,10 @@
 in a clear error, with nothing left behind, and in another engine once there is room. And Ray Serve.
 """
 
+import contextlib
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -135,8 +137,9 @@ async def test_a_node_of_a_real_model_is_killed_and_another_one_takes_its_place(
         assert await text_of(engine, prompt, params) == expected
         begin = time.monotonic()
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        endless = SamplingParams(max_tokens=200, ignore_eos=True)  # not over before it is noticed
         with pytest.raises(EngineDeadError, match="being restarted"):
-            await text_of(engine, prompt, params)
+            await text_of(engine, prompt, endless)
         assert time.monotonic() - begin < LIMIT
         assert not engine.healthy
         cluster.add_node(**NODE)
@@ -299,12 +302,19 @@ def test_a_host_has_its_interface_and_a_rank_its_gpu() -> None:
     assert gpu_index("3", "2,3") == 1
 
 
+def free_port() -> int:
+    """One that no system hands out by itself: Ray's processes ask for theirs before Serve binds."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as unused, contextlib.suppress(OSError):
+            unused.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture
 def url(cluster: Cluster) -> Iterator[str]:
     """Of Ray Serve's proxy."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
+    port = free_port()
     ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         serve.start(proxy_location="HeadOnly", http_options={"port": port})
