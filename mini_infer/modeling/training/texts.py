@@ -16,7 +16,7 @@ class Text(NamedTuple):
 
 
 def in_batches(
-    texts: Sequence[Text], max_tokens: int, padded: Callable[[int], int] = lambda length: length
+    texts: Sequence[Text], max_tokens: int, padded: Callable[[int], int]
 ) -> list[list[Text]]:
     """Texts of similar length together, each batch of at most ``max_tokens`` once it has the
     ``padded`` length of its longest text, or of one text."""

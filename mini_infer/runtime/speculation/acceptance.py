@@ -34,24 +34,18 @@ class Acceptance:
         Positions that were not judged fade too, until only their predecessors tell what is to be
         expected of them: so those that failed are tried again.
         """
-        kept = exp(-weight / memory)
-        self._judged = [kept * judged for judged in self._judged]
-        self._right = [kept * right for right in self._right]
-        for position in range(min(num_accepted + 1, num_drafts)):
-            self._judged[position] += weight
-        for position in range(num_accepted):
-            self._right[position] += weight
+        self.record_all({(num_drafts, num_accepted): weight}, memory)
 
-    def record_all(self, verified: Mapping[tuple[int, int], int], memory: float) -> None:
-        """Takes in many verifications, of one time: pairs as ``record``'s, and how often."""
+    def record_all(self, verified: Mapping[tuple[int, int], float], memory: float) -> None:
+        """Takes in many verifications, of one time: pairs as ``record``'s, with their weights."""
         kept = exp(-sum(verified.values()) / memory)
         self._judged = [kept * judged for judged in self._judged]
         self._right = [kept * right for right in self._right]
-        for (num_drafts, num_accepted), times in verified.items():
+        for (num_drafts, num_accepted), weight in verified.items():
             for position in range(min(num_accepted + 1, num_drafts)):
-                self._judged[position] += times
+                self._judged[position] += weight
             for position in range(num_accepted):
-                self._right[position] += times
+                self._right[position] += weight
 
     def limit(self, num_samples: float) -> None:
         """Keeps the rates, but as if few samples had shown them: a few new ones count much."""

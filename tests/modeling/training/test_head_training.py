@@ -211,7 +211,7 @@ def test_the_vocabulary_is_of_likely_tokens(model: CausalLM) -> None:
 
 def test_batches_hold_texts_of_similar_length() -> None:
     texts = [Text([0] * length, 1) for length in (9, 2, 7, 3, 20, 2)]
-    batches = in_batches(texts, 12)
+    batches = in_batches(texts, 12, lambda length: length)
     lengths = [[len(text.token_ids) for text in batch] for batch in batches]
     assert lengths == [[2, 2, 3], [7], [9], [20]]
 
